@@ -1,0 +1,126 @@
+"""The moment a graph is compiled: the only time the compiled probes stand in the network.
+
+MindSpore compiles a cell (``GRAPH_MODE``) or a function (``@ms.jit``, ``value_and_grad`` in graph mode) once for each key
+and then runs the graph from a cache. Python hooks do not run in a graph; code that stands in ``construct`` while the
+graph is compiled does. So the probes are put in just before MindSpore compiles, taken out right after, and the cache key
+carries a suffix that says which probes a graph holds:
+
+* nothing of ours is left in the cells while they run;
+* a network compiled before watching began is compiled again, with probes;
+* an unsampled step and a network no longer watched run the user's own, untouched graph.
+
+Three functions of ``mindspore.graph.api`` are replaced while at least one client is attached, and put back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from mindspore.graph import api
+
+
+class Client(Protocol):
+    """Someone who wants probes in the graphs that are compiled from now on."""
+
+    def graph_token(self) -> str:
+        """What distinguishes graphs with this client's probes; ``""`` for a graph without any."""
+        ...
+
+    def install(self, owner: Any) -> Callable[[], None]:
+        """Puts the probes in, or takes the Python ones out of the parser's sight. ``owner`` is the cell whose own ``construct`` is compiled, or None for a function.
+
+        Returns:
+            A function that takes them out again.
+        """
+        ...
+
+
+_clients: list[Client] = []
+_undo: contextlib.ExitStack | None = None
+_compiling: list[Callable[[], None]] = []
+
+
+def attach(client: Client) -> None:
+    """Lets ``client`` take part in every compilation until :func:`detach`.
+
+    Raises:
+        AttributeError: This MindSpore lacks one of the functions named above; nothing was changed.
+    """
+    global _undo
+    if not _clients:
+        _undo = _replace()
+    _clients.append(client)
+
+
+def detach(client: Client) -> None:
+    """Ends :func:`attach`; with the last client MindSpore's functions are put back. Unknown clients are passed over."""
+    global _undo
+    if client in _clients:
+        _clients.remove(client)
+    if not _clients and _undo is not None:
+        _undo.close()
+        _undo = None
+
+
+def _suffix() -> str:
+    return "".join(f"|{token}" for token in (client.graph_token() for client in _clients) if token)
+
+
+def _replace() -> contextlib.ExitStack:
+    real_phase = api._real_phase
+    generate_name = api._JitExecutor._get_generate_name
+    check_recompile = api._check_recompile
+    compile_function = api._JitExecutor.compile
+    compile_cell = api._CellGraphExecutor.compile
+
+    @functools.wraps(real_phase)
+    def phase_with_suffix(phase: str, obj: Any) -> str:
+        return str(real_phase(phase, obj)) + _suffix()
+
+    @functools.wraps(generate_name)
+    def name_with_suffix(self: Any) -> tuple[str, str]:
+        name, shown = generate_name(self)
+        return name + _suffix(), shown
+
+    @functools.wraps(check_recompile)
+    def about_to_compile(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        result = check_recompile(obj, *args, **kwargs)
+        # MindSpore calls this after the cache was asked and right before it parses: the one place to put probes in.
+        for client in list(_clients):
+            _compiling.append(client.install(obj))
+        return result
+
+    @functools.wraps(compile_function)
+    def compile_function_cleanly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _taken_out_afterwards():
+            return compile_function(self, *args, **kwargs)
+
+    @functools.wraps(compile_cell)
+    def compile_cell_cleanly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _taken_out_afterwards():
+            return compile_cell(self, *args, **kwargs)
+
+    stack = contextlib.ExitStack()
+    for owner, name, new in (
+        (api, "_real_phase", phase_with_suffix),
+        (api._JitExecutor, "_get_generate_name", name_with_suffix),
+        (api, "_check_recompile", about_to_compile),
+        (api._JitExecutor, "compile", compile_function_cleanly),
+        (api._CellGraphExecutor, "compile", compile_cell_cleanly),
+    ):
+        stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, new)
+    return stack
+
+
+@contextlib.contextmanager
+def _taken_out_afterwards() -> Iterator[None]:
+    before = len(_compiling)
+    try:
+        yield
+    finally:
+        while len(_compiling) > before:
+            _compiling.pop()()

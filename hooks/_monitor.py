@@ -1,0 +1,78 @@
+"""``AMPMonitor``: the callback for ``Model.train``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from mindspore.train import Callback
+
+from ampdebug.hooks._live import live_sinks
+from ampdebug.hooks._session import Session
+
+
+class AMPMonitor(Callback):  # type: ignore[misc]
+    """Records what the numbers of every layer do while ``Model.train`` runs.
+
+    List it first among the callbacks: ``LossMonitor`` raises at a NaN loss, and callbacks behind it miss that step.
+
+    Args:
+        out: Directory of the run; made if need be. One file a rank.
+        every: Statistics are taken in step 1, 1 + every, ...; the scalars (loss, scale, overflow) in each.
+        cells: Which cells are watched: path globs (``"blocks.*.attn"``), class names, cell classes, or a list of these.
+            None watches all.
+        append: Go on in a directory that already holds a run instead of refusing.
+        amp_level: What to note as the AMP level; None reads it off the network.
+        tensorboard: Directory for live TensorBoard files, None for none.
+
+    Example:
+        >>> monitor = ampdebug.AMPMonitor("runs/exp1", every=10)        # doctest: +SKIP
+        >>> model.train(3, data, callbacks=[monitor])                   # doctest: +SKIP
+        >>> print(ampdebug.open_run("runs/exp1"))                       # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        cells: Any = None,
+        append: bool = False,
+        amp_level: str | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._out = out
+        self._options = {"every": every, "cells": cells, "append": append, "amp_level": amp_level}
+        self._live = live_sinks(tensorboard)
+        self._session: Session | None = None
+
+    def on_train_begin(self, run_context: Any) -> None:
+        params = run_context.original_args()
+        self._session = Session(params.train_network, self._out, live=self._live, **self._options)
+        self._session.attach()
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        if self._session is not None:
+            self._session.begin()
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        if self._session is None:
+            return
+        params = run_context.original_args()
+        self._session.end(
+            params.net_outputs,
+            epoch=params.cur_epoch_num,
+            epoch_step=(params.cur_step_num - 1) % params.batch_num + 1,
+        )
+
+    def on_train_end(self, run_context: Any) -> None:
+        self._close("finished")
+
+    def __exit__(self, *error: Any) -> None:
+        self._close("failed" if error and error[0] is not None else "finished")
+
+    def _close(self, status: Any) -> None:
+        if self._session is not None:
+            self._session.close(status)
+            self._session = None

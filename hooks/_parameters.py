@@ -1,0 +1,116 @@
+"""Parameters around a step: their values before it, what the update did, and whether there was one.
+
+"Update skipped" is not taken from anybody's word: it is seen in the parameters. On a sampled step all of them are
+compared with a copy; on the others a few small ones are, which costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ampdebug._recorder import Seen, StepRecorder
+from ampdebug._stats import measure_update
+from ampdebug.hooks._tensors import scalar, see
+
+_SMALL = 4096
+_FEW = 4
+
+
+class ParameterWatch:
+    """Watches the parameters of a network over one step after another.
+
+    Args:
+        parameters: All parameters of the network, buffers (``requires_grad=False``) included.
+        optimizer: The optimizer, or None. Only its parameters are compared; without one, all trainable ones are.
+        formats: ``{parameter name: name of the format the computation rounds it to}``.
+    """
+
+    def __init__(self, parameters: list[Any], optimizer: Any, formats: dict[str, str]) -> None:
+        self.all = parameters
+        self.optimizer = optimizer
+        self.formats = formats
+        optimized = _optimizer_parameters(optimizer) if optimizer is not None else []
+        names = {p.name for p in optimized} or None
+        self.trained = [p for p in parameters if p.requires_grad and (names is None or p.name in names)]
+        self.in_order = optimized or self.trained
+        self._few = sorted(self.trained, key=lambda p: int(p.size))[:_FEW]
+        self._few = [p for p in self._few if p.size <= _SMALL]
+        self._copies: dict[str, NDArray[Any]] = {}
+        self._few_copies: dict[str, NDArray[Any]] = {}
+        self._global_step: float | None = None
+
+    def before(self, recorder: StepRecorder | None) -> None:
+        """Takes the values before the step; ``recorder`` is given on a sampled step."""
+        self._global_step = scalar(getattr(self.optimizer, "global_step", None))
+        trained = {id(p) for p in self.trained}
+        if recorder is None:
+            self._few_copies = {p.name: _copy(see(p)) for p in self._few}
+            return
+        for parameter in self.all:
+            seen = see(parameter)
+            recorder.parameter(parameter.name, seen)
+            if id(parameter) in trained and seen.array is not None:
+                self._keep(parameter.name, seen.array)
+
+    def _keep(self, name: str, array: NDArray[Any]) -> None:
+        copy = self._copies.get(name)
+        if copy is None or copy.shape != array.shape or copy.dtype != array.dtype:
+            self._copies[name] = np.array(array)
+        else:
+            np.copyto(copy, array)
+
+    def after(self, recorder: StepRecorder | None) -> bool | None:
+        """Compares with the values before the step.
+
+        Returns:
+            Whether the parameters were updated; None where it cannot be known.
+        """
+        moved = self._moved(recorder)
+        step = scalar(getattr(self.optimizer, "global_step", None))
+        if moved or (step is not None and self._global_step is not None and step > self._global_step):
+            return True
+        return moved
+
+    def _moved(self, recorder: StepRecorder | None) -> bool | None:
+        if recorder is None:
+            if not self._few:
+                return None
+            return any(not _same(self._few_copies[p.name], see(p)) for p in self._few)
+        changed = False
+        for parameter in self.trained:
+            copy = self._copies.get(parameter.name)
+            seen = see(parameter)
+            if copy is None or seen.array is None or copy.dtype.itemsize > 4:
+                continue
+            stats = measure_update(
+                copy,
+                seen.array,
+                self.formats.get(parameter.name, seen.dtype),
+                bfloat16_bits=seen.dtype == "bfloat16",
+            )
+            recorder.update(parameter.name, stats, seen.dtype, seen.shape)
+            changed = changed or bool(stats.changed) or not _same(copy, seen)
+        return changed if self.trained else None
+
+
+def _copy(seen: Seen) -> NDArray[Any]:
+    return np.array(seen.array)
+
+
+def _same(copy: NDArray[Any], seen: Seen) -> bool:
+    # Bits, not values: NaN must equal NaN.
+    now = seen.array
+    if now is None or now.shape != copy.shape:
+        return False
+    return copy.tobytes() == np.ascontiguousarray(now).tobytes()
+
+
+def _optimizer_parameters(optimizer: Any) -> list[Any]:
+    parameters = getattr(optimizer, "parameters", None)
+    if parameters is None or callable(parameters):
+        groups = getattr(optimizer, "param_groups", None) or []
+        return [p for group in groups for p in group.get("params", [])]
+    return list(parameters)

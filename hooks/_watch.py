@@ -1,0 +1,248 @@
+"""``watch``: the context manager for functional loops and train cells."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, nn
+
+from ampdebug._errors import ArgumentError, NoObservationsError
+from ampdebug._records import Step
+from ampdebug.hooks import _slots
+from ampdebug.hooks._environment import mode_name
+from ampdebug.hooks._live import live_sinks
+from ampdebug.hooks._session import Session
+from ampdebug.hooks._tensors import scalar
+
+
+class Watch:
+    """A network under observation; made by :func:`watch`.
+
+    Attributes:
+        directory: Where the run is written.
+        last: The last recorded step, None before the first.
+    """
+
+    def __init__(self, net: nn.Cell, out: str | os.PathLike[str], **options: Any) -> None:
+        self.directory = out
+        self._session = Session(net, out, silence="raise", **options)
+        self._calls = _TrainCellCalls(self._session) if self._session.train_cell is not None else None
+
+    @property
+    def last(self) -> Step | None:
+        """The last recorded step."""
+        return self._session.last
+
+    def __enter__(self) -> Watch:
+        self._session.attach()
+        if self._calls is not None:
+            self._calls.attach()
+        else:
+            self._session.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        session = self._session
+        if self._calls is not None:
+            self._calls.detach()
+        session.close("finished" if error is None else "failed")
+        if error is None and session.last is None and not session.off:
+            what = "the train cell was not called" if self._calls is not None else "run.step(...) was not called"
+            raise NoObservationsError(
+                f"no step was recorded in {mode_name()}: {what} inside `with ampdebug.watch(...)`. "
+                "Run the training loop inside it, and in a functional loop end each step with run.step(loss=...)"
+            )
+
+    def step(
+        self,
+        loss: Any = None,
+        *,
+        loss_scale: Any = None,
+        overflow: Any = None,
+        finite: Any = None,
+        grads: Any = None,
+        learning_rate: float | None = None,
+        epoch: int | None = None,
+        **extra: float,
+    ) -> Step | None:
+        """Ends a step of a functional loop.
+
+        Args:
+            loss: The unscaled loss: a number or a one-element tensor.
+            loss_scale: What holds the loss scale (``amp.DynamicLossScaler``), or the scale used in this step. Not needed
+                where ``watch`` was given the scaler.
+            overflow: Whether the step overflowed: a bool or a bool tensor.
+            finite: The opposite, as ``amp.all_finite`` returns it; give one of the two.
+            grads: The unscaled gradients in the optimizer's order. Needed only where they can't be seen by themselves.
+            learning_rate: The rate used.
+            epoch: Counted from 1.
+            extra: Further numbers to keep with the step, by name.
+
+        Returns:
+            The step as recorded; None where the monitor has switched itself off.
+
+        Raises:
+            ArgumentError: Called for a train cell, whose calls are the steps; or both of ``overflow`` and ``finite``.
+            NoObservationsError: The step was to be recorded and yielded nothing.
+        """
+        session = self._session
+        if self._calls is not None:
+            raise ArgumentError(
+                f"run.step() is for functional loops: each call of the watched {type(session.train_cell).__name__} is "
+                "recorded as a step by itself; leave run.step() out"
+            )
+        if overflow is not None and finite is not None:
+            raise ArgumentError("overflow and finite say the same: give one of them")
+        for name, value in extra.items():
+            if scalar(value) is None:
+                raise ArgumentError(f"{name}={value!r}: further values of a step must be numbers")
+        known: dict[str, Any] = {"epoch": epoch, "learning_rate": learning_rate}
+        known["loss"] = _mean(loss)
+        known["overflow"] = _flag(overflow, finite)
+        if scalar(loss_scale) is not None:
+            known["loss_scale"] = scalar(loss_scale)
+        elif loss_scale is not None and session.scale_source is None:
+            session.scale_source = loss_scale
+        if grads is not None:
+            session.guard(session.take_gradients, grads)
+        if extra:
+            known["extra"] = {name: scalar(value) for name, value in extra.items()}
+        step = session.end(**known)
+        session.begin()
+        return step
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is observed inside, for an evaluation in the middle of the loop."""
+        before = self._session.active
+        self._session.active = False
+        try:
+            yield
+        finally:
+            self._session.active = before and not self._session.off
+
+
+def watch(
+    net: nn.Cell,
+    *,
+    out: str | os.PathLike[str],
+    optimizer: Any = None,
+    loss_scale: Any = None,
+    every: int = 1,
+    cells: Any = None,
+    append: bool = False,
+    amp_level: str | None = None,
+    tensorboard: str | os.PathLike[str] | None = None,
+) -> Watch:
+    """Watches a network while it trains, in a functional loop or in a train cell, in PyNative and graph mode.
+
+    Args:
+        net: The network that runs (what ``auto_mixed_precision`` returned, not what it was given), or the train cell.
+        out: Directory of the run; made if need be. One file a rank.
+        optimizer: The optimizer of a functional loop: tells skipped updates and gives the learning rate.
+        loss_scale: What holds the loss scale in a functional loop, for instance an ``amp.DynamicLossScaler``.
+        every: Statistics are taken in step 1, 1 + every, ...; the scalars in each.
+        cells: Which cells: path globs, class names, cell classes, or a list of these. None watches all.
+        append: Go on in a directory that already holds a run instead of refusing.
+        amp_level: What to note as the AMP level; None reads it off the network.
+        tensorboard: Directory for live TensorBoard files, None for none.
+
+    Returns:
+        A context manager; inside it, each call of a train cell, or each :meth:`Watch.step`, is a step.
+
+    Raises:
+        ArgumentError: An argument is wrong.
+        RunExistsError: ``out`` holds a run already.
+
+    Example:
+        >>> with ampdebug.watch(net, out="runs/a", optimizer=opt, loss_scale=scaler) as run:   # doctest: +SKIP
+        ...     for x, y in data:
+        ...         loss, grads = grad_fn(x, y)
+        ...         grads = scaler.unscale(grads)
+        ...         finite = amp.all_finite(grads)
+        ...         if finite:
+        ...             opt(grads)
+        ...         scaler.adjust(finite)
+        ...         run.step(loss=scaler.unscale(loss), finite=finite)
+    """
+    return Watch(
+        net,
+        out,
+        optimizer=optimizer,
+        loss_scale=loss_scale,
+        every=every,
+        cells=cells,
+        append=append,
+        amp_level=amp_level,
+        live=live_sinks(tensorboard),
+    )
+
+
+class _TrainCellCalls:
+    """Makes each call of a train cell a step of the session, in both modes."""
+
+    active = True
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._cell = session.train_cell
+
+    def attach(self) -> None:
+        _slots.listen({"(step)": (self._cell, type(self._cell).__name__)}, [], self)
+        run_graph = self._cell.compile_and_run
+
+        def compile_and_run(*args: Any, **kwargs: Any) -> Any:
+            self._session.begin()
+            outputs = run_graph(*args, **kwargs)
+            self._session.end(outputs)
+            return outputs
+
+        self._cell.__dict__["compile_and_run"] = compile_and_run
+
+    def detach(self) -> None:
+        _slots.ignore(self)
+        self._cell.__dict__.pop("compile_and_run", None)
+
+    def graph_token(self) -> str:
+        return ""
+
+    def guard(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._session.guard(function, *args)
+
+    def entering(self, path: str) -> None:
+        self._session.begin()
+
+    def python_call(self, path: str, cell_type: str, args: Any, kwargs: Any, output: Any) -> None:
+        self._session.end(output)
+
+    def graph_call(self, path: str, cell_type: str, inputs: list[Any], outputs: list[Any]) -> None:
+        raise AssertionError("a train cell carries no compiled probe")
+
+    def gradient(self, name: str, value: Any, *, reduced: bool = False) -> None:
+        raise AssertionError("a train cell's calls have no gradient of their own")
+
+
+def _mean(loss: Any) -> float | None:
+    if loss is None:
+        return None
+    value = scalar(loss)
+    if value is not None:
+        return value
+    if isinstance(loss, Tensor):
+        return float(np.mean(loss.asnumpy(), dtype=np.float64))
+    raise ArgumentError(f"loss={loss!r}: must be a number or a tensor")
+
+
+def _flag(overflow: Any, finite: Any) -> bool | None:
+    value = overflow if overflow is not None else finite
+    if value is None:
+        return None
+    flag = bool(value.asnumpy().all()) if isinstance(value, Tensor) else bool(value)
+    return flag if overflow is not None else not flag
