@@ -1,0 +1,170 @@
+"""The command line: every command is a few lines over the public interface.
+
+Exit codes: 0 done; 1 it could not be done (no such run, a damaged file, a full disk, the script failed); 2 the command
+line is wrong. Errors are one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import ampdebug
+from ampdebug._errors import AmpdebugError, ArgumentError
+
+_SORTS = ("weight", "order", "name", "absmax", "nonfinite", "flushed", "zeros")
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    with ampdebug.open_run(arguments.run) as opened, _rank(opened, arguments.rank) as run:
+        report = ampdebug.build_report(
+            run,
+            show_all=arguments.all,
+            cells=arguments.cell,
+            step=arguments.step,
+            sort=arguments.sort,
+            progress=_progress("reading steps"),
+        )
+        print(report)
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    with ampdebug.open_run(arguments.run) as opened, _rank(opened, arguments.rank) as run:
+        target = sys.stdout if arguments.output in (None, "-") else arguments.output
+        ampdebug.export(run, arguments.format, target, table=arguments.table, progress=_progress("writing steps"))
+        for problem in run.problems:
+            print(f"ampdebug: left out: {problem}", file=sys.stderr)
+    return 0
+
+
+def _tensorboard(arguments: argparse.Namespace) -> int:
+    with ampdebug.open_run(arguments.run) as run:
+        for path in ampdebug.write_tensorboard(run, arguments.logdir, progress=_progress("writing steps")):
+            print(path)
+        for problem in run.problems:
+            print(f"ampdebug: left out: {problem}", file=sys.stderr)
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.every < 1:
+        raise ArgumentError(f"--every {arguments.every} must be 1 (statistics in every step) or more")
+    if not os.path.isfile(arguments.script):
+        raise ArgumentError(
+            f"{arguments.script!r} is not a file; give the training script: ampdebug run train.py ARGS…"
+        )
+    try:
+        from ampdebug.hooks._script import run_script
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "mindspore":
+            raise
+        raise AmpdebugError(
+            "`ampdebug run` trains with MindSpore, which is not installed here: pip install 'mindspore>=2.10'. Reading "
+            "a recorded run works without"
+        ) from error
+    run_script(arguments.script, arguments.arguments, out=arguments.out, every=arguments.every)
+    return 0
+
+
+def _rank(run: ampdebug.Run, rank: int | None) -> ampdebug.Run:
+    return run if rank is None else run.rank(rank)
+
+
+def _progress(what: str) -> Callable[[int, int], None] | None:
+    """A line on a terminal's stderr that counts the steps, once it has taken a second; nothing where nobody looks."""
+    if not sys.stderr.isatty():
+        return None
+    start = time.monotonic()
+    shown = [0.0]
+
+    def show(done: int, total: int) -> None:
+        now = time.monotonic()
+        if done >= total:
+            if shown[0]:
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        elif now - start > 1 and now - shown[0] > 0.1:
+            shown[0] = now
+            print(f"\r{what}: {done} of {total}", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _glob(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the pattern is empty; '*' matches everything, '(network)' the network itself")
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ampdebug",
+        description="Numerical-precision debugging for MindSpore mixed-precision training.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ampdebug {ampdebug.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        made.set_defaults(function=function)
+        return made
+
+    def reads_run(made: argparse.ArgumentParser, *, rank: bool = True) -> None:
+        made.add_argument("run", metavar="RUN", help="directory of a recorded run, or its .sqlite file")
+        if rank:
+            made.add_argument("--rank", type=int, help="which rank of a run with several (default: the lowest)")
+
+    made = command("report", _report, "Show the cells that deserve a look, then loss, loss scale and overflows.")
+    reads_run(made)
+    made.add_argument("--all", action="store_true", help="every cell and parameter, and no limit of lines")
+    made.add_argument(
+        "--cell", metavar="GLOB", type=_glob, help="only paths and parameter names that match, each tensor"
+    )
+    made.add_argument("--step", type=int, metavar="N", help="one step only")
+    made.add_argument("--sort", choices=_SORTS, default="weight", help="default: what explains most comes first")
+
+    made = command("export", _export, "Hand the rows of a run to other tools.")
+    reads_run(made)
+    made.add_argument("--format", choices=("csv", "jsonl"), required=True)
+    made.add_argument("--table", choices=("tensors", "steps"), help="which table, for csv into one file")
+    made.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+
+    made = command("tensorboard", _tensorboard, "Write TensorBoard event files.")
+    reads_run(made, rank=False)
+    made.add_argument("logdir", metavar="LOGDIR", help="a directory without event files; made if missing")
+
+    made = command("run", _run, "Run a training script as it is, with the monitor on.")
+    made.usage = "ampdebug run [-h] [--every N] [--out DIR] train.py ARGS…"
+    made.add_argument("--every", type=int, default=1, metavar="N", help="statistics in every N-th step (default: 1)")
+    made.add_argument("--out", default="runs/ampdebug", metavar="DIR", help="where the run goes (default: %(default)s)")
+    made.add_argument("script", metavar="train.py")
+    made.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS…", help="handed to the script untouched")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        arguments: Without the program's name; None takes those of the process.
+    """
+    parsed = _parser().parse_args(arguments)
+    try:
+        code: int = parsed.function(parsed)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read our output has seen enough (`| head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
+    except ArgumentError as error:
+        print(f"ampdebug {parsed.command}: {error}", file=sys.stderr)
+        return 2
+    except (AmpdebugError, OSError) as error:
+        print(f"ampdebug {parsed.command}: {error}", file=sys.stderr)
+        return 1
