@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdebug._records import DTYPE_CODES, DTYPES, Birth, Kind, Site
-from ampdebug._stats import StatsTable, UpdateStats
+from ampdebug._stats import StatsTable, UpdateStats, is_finite
 
 _NOTHING = np.zeros(0, np.float32)
 
@@ -47,6 +47,10 @@ class _Bad:
     row: int
     inputs_finite: bool | None
 
+    def made(self) -> bool:
+        """A cell made it of finite inputs."""
+        return self.kind == "output" and bool(self.inputs_finite)
+
     def mask_like(self, rows: NDArray[Any]) -> bool:
         """Only -inf, as an attention mask is by design."""
         return not rows["nan"][self.row] and not rows["pos_inf"][self.row]
@@ -71,6 +75,7 @@ class StepRecorder:
         self._parents = dict(parents or {})
         self._has_children = frozenset(has_children)
         self._ids: dict[tuple[Kind, str, int, str], int] = {}
+        self._site_of: dict[int, Site] = {}
         self.table = StatsTable()
         self._sites: list[int] = []
         self._dtypes: list[int] = []
@@ -78,7 +83,9 @@ class StepRecorder:
         self._bad_forward: list[_Bad] = []
         self._bad_backward: list[_Bad] = []
         self._cell_types: dict[str, str] = {}
-        self._input_finite: dict[str, bool] = {}
+        # {path: [(rows there were when the call ended, its inputs were finite), ...]}
+        self._ended: dict[str, list[tuple[int, bool]]] = {}
+        self._last_outputs_finite = True
         self._output_gradient_finite: dict[str, bool] = {}
         self._gradient_squares = 0.0
         self.gradients_seen: set[str] = set()
@@ -92,7 +99,8 @@ class StepRecorder:
         self._calls.clear()
         self._bad_forward.clear()
         self._bad_backward.clear()
-        self._input_finite.clear()
+        self._ended.clear()
+        self._last_outputs_finite = True
         self._output_gradient_finite.clear()
         self.gradients_seen.clear()
         self._gradient_squares = 0.0
@@ -100,6 +108,11 @@ class StepRecorder:
 
     def __len__(self) -> int:
         return len(self._sites)
+
+    @property
+    def sites(self) -> list[Site]:
+        """Site of every row, in execution order."""
+        return [self._site_of[number] for number in self._sites]
 
     @property
     def site_ids(self) -> NDArray[np.int32]:
@@ -121,23 +134,24 @@ class StepRecorder:
         """Global L2 norm of the gradients as they arrived; NaN or inf where they are not finite."""
         return float(np.sqrt(self._gradient_squares))
 
+    def calls(self, path: str) -> int:
+        """How many calls of a cell have ended in this step."""
+        return self._calls.get(path, 0)
+
     def cell_call(
         self,
         path: str,
         cell_type: str,
-        inputs: Sequence[tuple[str, Seen | int]],
-        outputs: Sequence[tuple[str, Seen | int]],
-    ) -> list[int]:
+        inputs: Sequence[tuple[str, Seen]],
+        outputs: Sequence[tuple[str, Seen]],
+    ) -> None:
         """Takes what went into and came out of one call of a cell, when the call has ended.
 
         Args:
             path: Cell path.
             cell_type: Its class name.
-            inputs: ``(slot, tensor)``; an int instead of a tensor is the row of a tensor already measured this step.
+            inputs: ``(slot, tensor)``.
             outputs: The same.
-
-        Returns:
-            The rows of inputs and outputs, in order.
         """
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
@@ -148,22 +162,27 @@ class StepRecorder:
             if self._nonfinite(row):
                 finite = False
                 self._note(self._bad_forward, "input", path, cell_type, call, slot, row, False)
-        self._input_finite[path] = self._input_finite.get(path, True) and finite
+        self._last_outputs_finite = True
         for slot, seen in outputs:
             row = self._add("output", path, cell_type, call, slot, seen)
-            rows.append(row)
             if self._nonfinite(row):
+                self._last_outputs_finite = False
                 self._note(self._bad_forward, "output", path, cell_type, call, slot, row, finite)
-        return rows
+        self._ended.setdefault(path, []).append((len(self._sites), finite))
 
     def output_gradient(self, path: str, cell_type: str, call: int, slot: str, seen: Seen) -> None:
-        """Takes the gradient with respect to a cell's output, as it arrives in the backward pass."""
+        """Takes the gradient with respect to a cell's output, as it arrives in the backward pass.
+
+        It is only looked at for NaN and infinities; a row is kept of a tensor that has some.
+        """
+        if seen.array is None:
+            return
         # What went into it are the gradients that arrived before; the first of all comes from the loss scale itself.
         before = not self._bad_backward if self._output_gradient_finite or self.gradients_seen else None
-        row = self._add("output_gradient", path, cell_type, call, slot, seen)
-        bad = self._nonfinite(row)
+        bad = not is_finite(seen.array, bfloat16_bits=seen.dtype == "bfloat16")
         self._output_gradient_finite[path] = self._output_gradient_finite.get(path, True) and not bad
         if bad:
+            row = self._add("output_gradient", path, cell_type, call, slot, seen)
             self._note(self._bad_backward, "output_gradient", path, cell_type, call, slot, row, before)
 
     def gradient(self, name: str, owner: str, seen: Seen, *, reduced: bool = False) -> None:
@@ -197,9 +216,9 @@ class StepRecorder:
     def update(self, name: str, stats: UpdateStats, dtype: str, shape: tuple[int, ...]) -> None:
         """Takes what the step did to a parameter.
 
-        A row of kind ``update`` reads: ``count`` elements, ``zeros`` of them unchanged, ``flushed`` changed by less than
-        half an ulp of the compute format, ``nan`` not finite before or after, ``rms`` of the change. Extremes and mean
-        are not taken (NaN).
+        A row of kind ``update`` reads: ``count`` elements, ``zeros`` of them unchanged, ``flushed`` changed by less
+        than half an ulp of the compute format, ``nan`` not finite before or after, ``rms`` of the change. Extremes
+        and mean are not taken (NaN).
         """
         row = self._add("update", name, "", 0, "", Seen(_NOTHING, dtype, shape))
         target = self.table.rows
@@ -213,8 +232,9 @@ class StepRecorder:
     def births(self, loss: float | None) -> tuple[Birth | None, Birth | None]:
         """Where the first non-finite value of the forward and of the backward pass was born.
 
-        A tensor with only -inf in it (a mask) counts only when something worse came of it: a NaN or +inf anywhere in
-        the forward pass, or a loss that is not finite.
+        A tensor with only -inf in it is what an attention mask is by design. It counts only where something worse came
+        of it: a NaN or +inf in a cell that was handed it, or a loss that is not finite while the last cell's output
+        isn't either.
 
         Args:
             loss: The step's loss, None if unknown.
@@ -223,20 +243,17 @@ class StepRecorder:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _add(self, kind: Kind, path: str, cell_type: str, call: int, slot: str, seen: Seen | int) -> int:
-        if isinstance(seen, int):
-            row = self.table.repeat(seen)
-            dtype, shape = self._dtypes[seen], None
-        else:
-            array = _NOTHING if seen.array is None else seen.array
-            row = self.table.add(array, bfloat16_bits=seen.array is not None and seen.dtype == "bfloat16")
-            dtype, shape = DTYPE_CODES.get(seen.dtype, 0), seen.shape
+    def _add(self, kind: Kind, path: str, cell_type: str, call: int, slot: str, seen: Seen) -> int:
+        array = _NOTHING if seen.array is None else seen.array
+        row = self.table.add(array, bfloat16_bits=seen.array is not None and seen.dtype == "bfloat16")
         key = (kind, path, call, slot)
         site = self._ids.get(key)
         if site is None:
-            site = self._ids[key] = self._register(Site(kind, path, call, slot, cell_type), shape)
+            described = Site(kind, path, call, slot, cell_type)
+            site = self._ids[key] = self._register(described, seen.shape)
+            self._site_of[site] = described
         self._sites.append(site)
-        self._dtypes.append(dtype)
+        self._dtypes.append(DTYPE_CODES.get(seen.dtype, 0))
         return row
 
     def _nonfinite(self, row: int) -> bool:
@@ -257,26 +274,42 @@ class StepRecorder:
         bad.append(_Bad(len(self._sites), kind, path, cell_type, call, slot, row, inputs_finite))
 
     def _forward_birth(self, loss: float | None) -> Birth | None:
-        if not self._bad_forward:
+        first = self._first_bad(loss)
+        if first is None:
             return None
-        rows = self.table.rows
-        harmless = all(bad.mask_like(rows) for bad in self._bad_forward) and not (
-            loss is not None and not np.isfinite(loss)
-        )
-        if harmless:
-            return None
-        first = self._bad_forward[0]
         if first.kind == "output":
             return self._birth("forward", first, first.path, first.cell_type, first.path in self._has_children)
         # A non-finite input that no watched cell put out: the nearest cell around it with finite inputs made it.
         path = first.path
         while path in self._parents:
             path = self._parents[path]
-            if self._input_finite.get(path, True):
-                known = self._input_finite.get(path)
+            known = self._inputs_finite(path, first.order)
+            if known is not False:
                 birth = self._birth("forward", first, path, self._cell_types.get(path, ""), True)
                 return replace(birth, inputs_finite=known)
         return self._birth("forward", first, path, self._cell_types.get(path, first.cell_type), False)
+
+    def _first_bad(self, loss: float | None) -> _Bad | None:
+        rows = self.table.rows
+        masks = [bad for bad in self._bad_forward if bad.mask_like(rows)]
+        worse = next((bad for bad in self._bad_forward if not bad.mask_like(rows)), None)
+        if worse is None:
+            if loss is None or np.isfinite(loss) or self._last_outputs_finite:
+                return None
+            return next((bad for bad in masks if bad.made()), masks[0])
+        if worse.made():
+            return worse
+        # It may come of a -inf that a cell made of finite values, as log(0) is; a mask elsewhere has no part in it.
+        parent = self._parents.get(worse.path)
+        for bad in reversed(masks):
+            near = worse.kind == "output" or self._parents.get(bad.path) == parent
+            if bad.order < worse.order and bad.made() and near:
+                return bad
+        return worse
+
+    def _inputs_finite(self, path: str, order: int) -> bool | None:
+        """Whether the inputs were finite in the call of a cell that a row lies in; None where the call did not end."""
+        return next((finite for end, finite in self._ended.get(path, ()) if end >= order), None)
 
     def _backward_birth(self) -> Birth | None:
         if not self._bad_backward:

@@ -1,9 +1,9 @@
 """Cell paths that stay the same whatever wraps the network.
 
-``auto_mixed_precision``, ``Model`` and the train cells put cells of their own around and into a network: ``_OutputTo32``
-around the root, ``_OutputTo16`` around a kept BatchNorm, a loss cell, a train cell, and O1 replaces classes by rewritten
-ones. A path here is the attribute path in the *user's* network, so that ``blocks.0.norm`` is the same cell at O0, O1,
-O2, O3 and auto, alone, under ``Model`` and under a train cell.
+``auto_mixed_precision``, ``Model`` and the train cells put cells of their own around and into a network:
+``_OutputTo32`` around the root, ``_OutputTo16`` around a kept BatchNorm, a loss cell, a train cell, and O1 replaces
+classes by rewritten ones. A path here is the attribute path in the *user's* network, so that ``blocks.0.norm`` is the
+same cell at O0, O1, O2, O3 and auto, alone, under ``Model`` and under a train cell.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The moment a graph is compiled: the only time the compiled probes stand in the network.
 
-MindSpore compiles a cell (``GRAPH_MODE``) or a function (``@ms.jit``, ``value_and_grad`` in graph mode) once for each key
-and then runs the graph from a cache. Python hooks do not run in a graph; code that stands in ``construct`` while the
-graph is compiled does. So the probes are put in just before MindSpore compiles, taken out right after, and the cache key
-carries a suffix that says which probes a graph holds:
+MindSpore compiles a cell (``GRAPH_MODE``) or a function (``@ms.jit``, ``value_and_grad`` in graph mode) once for each
+key and then runs the graph from a cache. Python hooks do not run in a graph; code that stands in ``construct`` while
+the graph is compiled does. So the probes are put in just before MindSpore compiles, taken out right after, and the
+cache key carries a suffix that says which probes a graph holds:
 
 * nothing of ours is left in the cells while they run;
 * a network compiled before watching began is compiled again, with probes;
 * an unsampled step and a network no longer watched run the user's own, untouched graph.
 
-Three functions of ``mindspore.graph.api`` are replaced while at least one client is attached, and put back afterwards.
+Some functions of ``mindspore.graph.api`` are replaced while at least one client is attached, and put back afterwards.
 """
 
 from __future__ import annotations
@@ -30,11 +30,20 @@ class Client(Protocol):
         ...
 
     def install(self, owner: Any) -> Callable[[], None]:
-        """Puts the probes in, or takes the Python ones out of the parser's sight. ``owner`` is the cell whose own ``construct`` is compiled, or None for a function.
+        """Puts the probes in, or takes the Python ones out of the parser's sight. ``owner`` is the cell whose own
+        ``construct`` is compiled, or None for a function.
 
         Returns:
             A function that takes them out again.
         """
+        ...
+
+    def take_hooks_out(self) -> Callable[[], None]:
+        """Takes all hooks out of the parameters; returns a function that puts them back."""
+        ...
+
+    def compiled(self, executor: Any, phase: str) -> None:
+        """A graph was compiled between :meth:`install` and its undoing; the executor holds it under ``phase``."""
         ...
 
 
@@ -73,6 +82,7 @@ def _replace() -> contextlib.ExitStack:
     real_phase = api._real_phase
     generate_name = api._JitExecutor._get_generate_name
     check_recompile = api._check_recompile
+    clear_res = api._PyNativeExecutor.clear_res
     compile_function = api._JitExecutor.compile
     compile_cell = api._CellGraphExecutor.compile
 
@@ -95,13 +105,35 @@ def _replace() -> contextlib.ExitStack:
 
     @functools.wraps(compile_function)
     def compile_function_cleanly(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _taken_out_afterwards():
-            return compile_function(self, *args, **kwargs)
+        def once() -> Any:
+            with _taken_out_afterwards() as is_new:
+                phase = compile_function(self, *args, **kwargs)
+                if is_new():
+                    _tell(self._graph_executor, phase)
+                return phase
+
+        return _until_settled(once)
 
     @functools.wraps(compile_cell)
     def compile_cell_cleanly(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _taken_out_afterwards():
-            return compile_cell(self, *args, **kwargs)
+        def once() -> Any:
+            with _taken_out_afterwards() as is_new:
+                result = compile_cell(self, *args, **kwargs)
+                if is_new():
+                    _tell(self._graph_executor, result[0])
+                return result
+
+        return _until_settled(once)
+
+    @functools.wraps(clear_res)
+    def clear_res_without_hooks(self: Any) -> Any:
+        # After a failed compilation MindSpore forgets all hook numbers: a hook that is in then could never be removed.
+        back = [client.take_hooks_out() for client in _clients]
+        try:
+            return clear_res(self)
+        finally:
+            for put_back in back:
+                put_back()
 
     stack = contextlib.ExitStack()
     for owner, name, new in (
@@ -110,17 +142,34 @@ def _replace() -> contextlib.ExitStack:
         (api, "_check_recompile", about_to_compile),
         (api._JitExecutor, "compile", compile_function_cleanly),
         (api._CellGraphExecutor, "compile", compile_cell_cleanly),
+        (api._PyNativeExecutor, "clear_res", clear_res_without_hooks),
     ):
         stack.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, new)
     return stack
 
 
+def _until_settled(compile_once: Callable[[], Any]) -> Any:
+    """Compiles again where the probes learned something from compiling that changes them (see ``_capture``)."""
+    for _ in range(3):
+        before = _suffix()
+        result = compile_once()
+        if _suffix() == before:
+            break
+    return result
+
+
+def _tell(executor: Any, phase: str) -> None:
+    for client in list(_clients):
+        client.compiled(executor, phase)
+
+
 @contextlib.contextmanager
-def _taken_out_afterwards() -> Iterator[None]:
+def _taken_out_afterwards() -> Iterator[Callable[[], bool]]:
+    """Undoes what was installed inside; hands out whether anything was, that is, whether MindSpore really compiled."""
     before = len(_compiling)
     try:
-        yield
+        yield lambda: len(_compiling) > before
     finally:
         while len(_compiling) > before:
             _compiling.pop()()

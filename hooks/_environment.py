@@ -37,8 +37,8 @@ def detect_level(target: Any, places: dict[str, Place]) -> str:
         places: Its cells.
 
     Returns:
-        ``"O0"``, ``"O1"``, ``"O2"``, ``"O3"``, ``"auto"``; ``"O2 or O3"`` where the network has no cell on which the two
-        differ; ``"manual"`` for cells pinned by ``to_float`` without a level.
+        ``"O0"``, ``"O1"``, ``"O2"``, ``"O3"``, ``"auto"``; ``"O2 or O3"`` where the network has no cell on which the
+        two differ; ``"manual"`` for cells pinned by ``to_float`` without a level.
     """
     root, _ = find_root(target)
     for candidate in (target, root, places[""].inner):

@@ -1,8 +1,8 @@
 """Loss, loss scale and overflow of whatever train cell, manager or scaler the user has.
 
-Some 190 different train cells are in use; they return ``loss``, ``(loss, overflow)``, ``(loss, overflow, scale)``, five- and
-seven-tuples, gradients among them, in any order. So nothing is taken by position: a bool is an overflow flag, a scalar
-that equals the scale in force is the scale, what is left is the loss.
+Some 190 different train cells are in use; they return ``loss``, ``(loss, overflow)``, ``(loss, overflow, scale)``,
+five- and seven-tuples, gradients among them, in any order. So nothing is taken by position: a bool is an overflow
+flag, a scalar that equals the scale in force is the scale, what is left is the loss.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mindspore import dtype as mstype
 
 from ampdebug.hooks._tensors import scalar, see
 
-# Where a train cell keeps its scale, in order of trust. Many projects keep an own `.loss_scale` and leave `.scale_sense`
-# at its first value.
+# Where a train cell keeps its scale, in order of trust. Many projects keep an own `.loss_scale` and leave
+# `.scale_sense` at its first value.
 _SCALE_ATTRIBUTES = (
     "loss_scale",
     "scale_sense",
@@ -48,7 +48,7 @@ def read_scale(holder: Any, *, depth: int = 0) -> float | None:
         return None
     for name in _SCALE_ATTRIBUTES:
         inner = getattr(holder, name, None)
-        if inner is None or callable(inner) and not isinstance(inner, nn.Cell):
+        if inner is None or (callable(inner) and not isinstance(inner, nn.Cell)):
             continue
         value = read_scale(inner, depth=depth + 1)
         if value is not None:
@@ -162,16 +162,17 @@ def _float_scalar(item: Any) -> float | None:
     return scalar(item)
 
 
-def read_learning_rate(optimizer: Any) -> float | None:
-    """The learning rate of the first parameter group, without running the optimizer.
+def read_learning_rate(optimizer: Any, *, evaluate: bool = False) -> float | None:
+    """The learning rate that the next update of the first parameter group will use.
 
-    Static rates and rate tables are read; a schedule cell is not evaluated (None): calling it would run operators in
-    the middle of the user's step.
+    Args:
+        optimizer: Of ``mindspore.nn`` or ``mindspore.experimental.optim``.
+        evaluate: Also run a schedule cell (a few scalar operators); else its rate is unknown.
     """
     groups = getattr(optimizer, "param_groups", None)
     if isinstance(groups, (list, tuple)) and groups and isinstance(groups[0], dict) and "lr" in groups[0]:
         return scalar(groups[0]["lr"])
-    rate = getattr(optimizer, "learning_rate", None)
+    rate: Any = getattr(optimizer, "learning_rate", None)
     if isinstance(rate, (tuple, list)) or type(rate).__name__ in ("ParameterTuple", "CellList"):
         rate = rate[0] if len(rate) else None
     value = scalar(rate)
@@ -182,4 +183,6 @@ def read_learning_rate(optimizer: Any) -> float | None:
     if isinstance(table, Tensor) and table.size > 1 and step is not None:
         values = table.asnumpy().reshape(-1)
         return float(values[min(int(step), values.size - 1)])
+    if evaluate and isinstance(rate, nn.Cell) and table is None and step is not None:
+        return scalar(rate(Tensor(int(step), mstype.int32)))
     return None

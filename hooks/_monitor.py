@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from mindspore.train import Callback
 
-from ampdebug.hooks._live import live_sinks
 from ampdebug.hooks._session import Session
 
 
-class AMPMonitor(Callback):  # type: ignore[misc]
+class AMPMonitor(Callback):
     """Records what the numbers of every layer do while ``Model.train`` runs.
 
     List it first among the callbacks: ``LossMonitor`` raises at a NaN loss, and callbacks behind it miss that step.
@@ -23,6 +22,8 @@ class AMPMonitor(Callback):  # type: ignore[misc]
             None watches all.
         append: Go on in a directory that already holds a run instead of refusing.
         amp_level: What to note as the AMP level; None reads it off the network.
+        graph: How values leave a compiled graph: by a Python ``"callback"`` (CPU only) or by ``"capture"`` in buffers
+            on the device, which costs its memory; ``"auto"`` takes callbacks where they work.
         tensorboard: Directory for live TensorBoard files, None for none.
 
     Example:
@@ -39,17 +40,23 @@ class AMPMonitor(Callback):  # type: ignore[misc]
         cells: Any = None,
         append: bool = False,
         amp_level: str | None = None,
+        graph: Literal["auto", "callback", "capture"] = "auto",
         tensorboard: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         self._out = out
-        self._options = {"every": every, "cells": cells, "append": append, "amp_level": amp_level}
-        self._live = live_sinks(tensorboard)
+        self._options = {
+            "every": every,
+            "cells": cells,
+            "append": append,
+            "amp_level": amp_level,
+            "tensorboard": tensorboard,
+        }
         self._session: Session | None = None
 
     def on_train_begin(self, run_context: Any) -> None:
         params = run_context.original_args()
-        self._session = Session(params.train_network, self._out, live=self._live, **self._options)
+        self._session = Session(params.train_network, self._out, **self._options)
         self._session.attach()
 
     def on_train_step_begin(self, run_context: Any) -> None:

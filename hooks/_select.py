@@ -50,5 +50,5 @@ def _matches(pattern: Any, place: Place) -> bool:
     if isinstance(pattern, type) and issubclass(pattern, nn.Cell):
         return isinstance(place.inner, pattern)
     raise ArgumentError(
-        f"cells={pattern!r}: must be a path glob such as 'blocks.*.attn', a class name or a cell class such as nn.Softmax"
+        f"cells={pattern!r}: must be a path glob such as 'blocks.*.attn', a class name or a class such as nn.Softmax"
     )

@@ -1,12 +1,14 @@
-"""One watched run: attach, record step after step, detach. The callback, ``watch`` and ``ampdebug run`` all sit on this.
+"""One watched run: attach, record step after step, detach. The callback, ``watch`` and ``ampdebug run`` all sit on
+this.
 
-The order of a step is :meth:`Session.begin`, the user's own step with the probes listening, :meth:`Session.end`. Whatever
-goes wrong in here is reported once and ends the watching, never the training.
+The order of a step is :meth:`Session.begin`, the user's own step with the probes listening, :meth:`Session.end`.
+Whatever goes wrong in here is reported once and ends the watching, never the training.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 import warnings
@@ -17,25 +19,28 @@ from typing import Any, Literal
 
 import mindspore as ms
 from mindspore import nn
+from mindspore.graph.api import _pynative_executor
 
-from ampdebug._errors import AmpdebugWarning, ArgumentError, NoObservationsError
+from ampdebug._errors import AmpdebugError, AmpdebugWarning, ArgumentError, NoObservationsError
 from ampdebug._recorder import Seen, StepRecorder
 from ampdebug._records import Event, Step
 from ampdebug._store import RunWriter
 from ampdebug.hooks import _slots
+from ampdebug.hooks._capture import Capture
 from ampdebug.hooks._cells import Place, asked_dtype, describe, find_train_cell, own_parameters, places
 from ampdebug.hooks._environment import describe_run, mode_name, rank_and_size
+from ampdebug.hooks._graph_probe import GraphProbe, graph_gradient_hook
+from ampdebug.hooks._live import LiveTensorBoard
 from ampdebug.hooks._loss_scale import read_learning_rate, read_scale, sort_outputs
 from ampdebug.hooks._parameters import ParameterWatch
-from ampdebug.hooks._precision_seen import compute_dtypes
+from ampdebug.hooks._precision_seen import PrecisionSeen
+from ampdebug.hooks._probes import output_gradient_hook
 from ampdebug.hooks._select import select
-from ampdebug.hooks._tensors import call_leaves, leaves, see, see_array
+from ampdebug.hooks._tensors import FLOATING, call_leaves, leaves, see, see_array
 
 # After a bad step the next ones are recorded whatever `every` says, at most so many in a row.
 _BAD_STEPS_RECORDED = 10
 _numbers = itertools.count(1)
-
-LiveSink = Callable[[Step, Any], None]
 
 
 class Session:
@@ -51,6 +56,9 @@ class Session:
         append: Go on in a directory that holds a run.
         amp_level: What to note as the level instead of what is seen.
         silence: What to do when a recorded step yields nothing.
+        graph: How values leave a compiled graph: by a Python ``callback`` (CPU only), or by ``capture`` in buffers on
+        the
+            device; ``auto`` takes callbacks where they work.
     """
 
     def __init__(
@@ -65,13 +73,14 @@ class Session:
         append: bool = False,
         amp_level: str | None = None,
         silence: Literal["raise", "warn"] = "warn",
-        live: tuple[LiveSink, ...] = (),
+        graph: Literal["auto", "callback", "capture"] = "auto",
+        tensorboard: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(target, nn.Cell):
             raise ArgumentError(
                 f"net={target!r}: must be a mindspore.nn.Cell (the network or the train cell that runs)"
             )
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        if type(every) is not int or every < 1:
             raise ArgumentError(f"every={every!r}: must be a whole number of steps, 1 or more (1 records each step)")
         self.target = target
         self.train_cell = find_train_cell(target)
@@ -81,22 +90,29 @@ class Session:
         self.out = out
         self.silence = silence
         self.active = False
+        if graph not in ("auto", "callback", "capture"):
+            raise ArgumentError(f"graph={graph!r}: must be 'auto', 'callback' (CPU only) or 'capture'")
+        on_cpu = ms.get_context("device_target") == "CPU"
+        self._capture = Capture(self) if graph == "capture" or (graph == "auto" and not on_cpu) else None
+        self.wants_output_gradients = False
         self.off = False
         self.begun = False
-        self.step_number = 0
         self.last: Step | None = None
         self.places = places(target)
         self.watched = select(self.places, cells)
         self.rank, self.world_size = rank_and_size()
         self.writer = RunWriter(out, rank=self.rank, append=append)
+        self.step_number = self.writer.last_step  # an appended run goes on counting
         self.recorder = StepRecorder(
             self.writer.site_id, _parents(self.watched), _with_watched_children(self.places, self.watched)
         )
-        self._live = live
+        self._live = None if tensorboard is None else LiveTensorBoard(tensorboard, rank=self.rank, append=append)
         self._level = amp_level
         self._owners = _owners(self.places, self.watched)
         self._recomputed = _recomputed(self.places)
+        self._recomputed_calls: set[tuple[Any, ...]] = set()
         self._token = f"ampdebug{next(_numbers)}"
+        self._precision = PrecisionSeen(self.places, self._not_seen)
         self._sampled = False
         self._bad_in_a_row = 0
         self._said_silent = False
@@ -106,7 +122,10 @@ class Session:
         self._gradients_unscaled = False
         self._started = self._own = 0.0
         self._scale: float | None = None
-        self._measured: dict[int, tuple[weakref.ref[Any], int, int]] = {}
+        self._rate: float | None = None
+        self._reduced: list[Any] = list(getattr(self.train_cell, "weights", ()))
+        self._hooked: dict[int, weakref.ref[Any]] = {}
+        self._tensor_handles: list[Any] = []
 
     # -- begin and end of watching -------------------------------------------------------------------------------------
 
@@ -126,8 +145,9 @@ class Session:
                 self.parameters.trained,
                 self,
             )
-            if self.world_size > 1 and self.train_cell is not None:
-                _slots.listen({REDUCER_PATH: (self.train_cell.grad_reducer, "DistributedGradReducer")}, [], self)
+            reducer = getattr(self.train_cell, "grad_reducer", None)
+            if self.world_size > 1 and isinstance(reducer, nn.DistributedGradReducer):
+                _slots.listen({REDUCER_PATH: (reducer, type(reducer).__name__)}, [], self)
         except BaseException:
             self.detach()
             raise
@@ -135,11 +155,15 @@ class Session:
     def detach(self) -> None:
         """Takes everything out of the network again. May be called twice."""
         self.active = False
+        self._precision.end_step()
         _slots.ignore(self)
 
     def close(self, status: Literal["finished", "failed"] = "finished") -> None:
         """Detaches and closes the file."""
         self.detach()
+        if self._live is not None:
+            self._live.close()
+            self._live = None
         if not self.off:
             self.writer.close(status)
 
@@ -156,7 +180,7 @@ class Session:
         try:
             self.writer.put_event(Event(self.step_number, "monitor-off", f"{type(error).__name__}: {error}"))
             self.writer.close("failed")
-        except Exception as second:  # the store itself may be what failed; it has been said
+        except (AmpdebugError, OSError) as second:  # mostly the store itself is what failed: that has been said
             self.last_error = second
 
     def guard(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -165,7 +189,7 @@ class Session:
             return function(*args)
         except NoObservationsError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the promise: nothing of ours stops the training
             self.fail(error)
             return None
 
@@ -189,15 +213,18 @@ class Session:
         due = (self.step_number - 1) % self.every == 0
         self._sampled = due or 0 < self._bad_in_a_row <= _BAD_STEPS_RECORDED
         self.recorder.begin()
-        self._measured.clear()
+        self._recomputed_calls.clear()
         self._calls_seen = 0
         self._in_backward = False
         self._gradients_unscaled = False
         self._scale = read_scale(self.scale_source)
+        self._rate = read_learning_rate(self.optimizer, evaluate=self._sampled)
         self.parameters.before(self.recorder if self._sampled else None)
         self._own = time.perf_counter() - self._started
         self.begun = True
         self.active = self._sampled
+        if self._sampled:
+            self._precision.begin_step()
 
     def end(self, outputs: Any = None, **known: Any) -> Step | None:
         """The user's step is done.
@@ -213,6 +240,7 @@ class Session:
             NoObservationsError: A step to be recorded yielded nothing and ``silence="raise"``.
         """
         self.active = False
+        self._precision.end_step()
         if self.off:
             self.detach()
             return None
@@ -223,14 +251,18 @@ class Session:
             self.detach()
             return None
         self.begun = False
-        self._measured.clear()
+        self._hooked.clear()
+        while self._tensor_handles:
+            self._tensor_handles.pop().remove()
         return step if isinstance(step, Step) else None
 
     def _end(self, outputs: Any, known: dict[str, Any]) -> Step:
         started = time.perf_counter()
         sampled = self._sampled
+        if sampled and self._capture is not None:
+            self._collect(self._capture)
         after = read_scale(self.scale_source)
-        rate = read_learning_rate(self.optimizer)
+        rate = self._rate
         sorted_outputs = sort_outputs(outputs, scales=(self._scale, after), learning_rate=rate)
         step = Step(
             self.step_number,
@@ -264,6 +296,17 @@ class Session:
         self.last = step
         return step
 
+    def _collect(self, capture: Capture) -> None:
+        capture.collect()
+        if capture.left_out:
+            names = ", ".join(sorted(set(capture.left_out))[:5])
+            self.note(
+                "capture-limit",
+                f"not all watched tensors fit into the {capture.limit / 2**20:.0f} MiB of buffers on the device: "
+                f"{names}, ... are not recorded in graph mode; narrow cells= to those you need",
+            )
+            capture.left_out.clear()
+
     def _judge_sampled(self, step: Step) -> None:
         recorder = self.recorder
         if recorder.gradients_seen:
@@ -281,26 +324,45 @@ class Session:
             if missing:
                 step.extra["without_gradient"] = missing[:100]
         step.forward_birth, step.backward_birth = recorder.births(step.loss)
+        # Gradients of cell outputs cost a graph a few percent: they are asked for once a backward pass has gone wrong
+        # by itself. In PyNative mode they are always seen.
+        self.wants_output_gradients = step.backward_birth is not None and step.forward_birth is None
 
     def _write(self, step: Step) -> None:
         if step.sampled and len(self.recorder):
             self.writer.put_step(step, self.recorder.site_ids, self.recorder.dtypes, self.recorder.table)
-            if self._cells_written < 2:
+            if self._cells_written < 2 or self._precision.changed:
                 self._put_cells()  # now it was seen what they compute in
         else:
             self.writer.put_step(step, None, None, None)
-        for sink in self._live:
-            sink(step, self)
+        if self._live is not None:
+            self._show(step)
+
+    def _show(self, step: Step) -> None:
+        """Writes the live curves. They are a view: where they fail, recording goes on without them."""
+        assert self._live is not None
+        try:
+            self._live.step(step, self.recorder)
+        except (AmpdebugError, OSError) as error:
+            self._live = None
+            self.note("tensorboard-off", f"ampdebug stopped writing TensorBoard files: {error}. The recording goes on.")
 
     def _put_cells(self) -> None:
         self._cells_written += 1
+        self._precision.changed = False
         traced = _slots.layouts(self)
         cells = []
         for path, place in self.places.items():
-            dtypes, source = compute_dtypes(path, self.places, traced.get(path, []))
+            dtypes, source = self._precision.of(path, traced.get(path, []))
             cell = describe(place, watched=path in self.watched)
             cells.append(replace(cell, compute_dtypes=dtypes, compute_source=source))
         self.writer.put_cells(cells)
+        if self._live is not None:
+            self._live.describe(cells)
+
+    def _not_seen(self, message: str) -> None:
+        event = Event(self.step_number, "compute-dtypes-not-seen", f"{message}; their dtypes are taken from the flags")
+        self.guard(self.writer.put_event, event)
 
     def _say_silent(self) -> None:
         message = (
@@ -319,10 +381,33 @@ class Session:
 
     def graph_token(self) -> str:
         """Graphs compiled or run in a recorded step carry the probes; all others are the user's own."""
-        return self._token if self.active and ms.get_context("device_target") == "CPU" else ""
+        if not self.active:
+            return ""
+        if self._capture is not None:
+            return f"{self._token}c{self._capture.version}"
+        return f"{self._token}b" if self.wants_output_gradients else self._token
+
+    def graph_probe(self, path: str, cell_type: str) -> GraphProbe:
+        """A compiled probe for a cell."""
+        return GraphProbe(path, cell_type, self) if self._capture is None else self._capture.probe(path, cell_type)
+
+    def graph_gradient_hook(self, parameter: Any) -> Callable[[Any], Any]:
+        """A compiled hook for the gradient of a parameter."""
+        if self._capture is None:
+            return graph_gradient_hook(parameter.name, self)
+        return self._capture.gradient_hook(parameter)
+
+    def compiling(self) -> Callable[[], None]:
+        """A graph with this session's probes is about to be compiled; returns what to call afterwards."""
+        return self._precision.compiling()
+
+    def compiled(self, executor: Any, phase: str) -> None:
+        """It was compiled."""
+        self._precision.compiled(executor, phase)
 
     def entering(self, path: str) -> None:
         """A new forward pass begins with the outermost cell."""
+        self._precision.entering(path)
         if not path:
             self._in_backward = False
 
@@ -331,6 +416,9 @@ class Session:
         self.guard(self._python_call, path, cell_type, args, kwargs, output)
 
     def _python_call(self, path: str, cell_type: str, args: Any, kwargs: Any, output: Any) -> None:
+        if path == REDUCER_PATH:
+            self._take_reduced([see(tensor) for _, tensor in leaves(output)])
+            return
         if self._in_backward and path in self._recomputed:
             return
         started = time.perf_counter()
@@ -338,31 +426,67 @@ class Session:
         tensors = [*call_leaves(args, kwargs)]
         inputs = len(tensors)
         tensors.extend(leaves(output))
-        seen = [(slot, self._see(tensor)) for slot, tensor in tensors]
-        rows = self.recorder.cell_call(path, cell_type, seen[:inputs], seen[inputs:])
-        for (_, tensor), row in zip(tensors, rows, strict=True):
-            self._measured[id(tensor)] = (weakref.ref(tensor), tensor._version, row)
+        seen = [(slot, see(tensor)) for slot, tensor in tensors]
+        self.recorder.cell_call(path, cell_type, seen[:inputs], seen[inputs:])
+        if _pynative_executor.requires_grad():
+            self._hook_outputs(path, cell_type, tensors[:inputs], tensors[inputs:])
         self._own += time.perf_counter() - started
 
-    def _see(self, tensor: Any) -> Seen | int:
-        # A cell's input is mostly the last one's output: the same object, not changed in place since.
-        known = self._measured.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == tensor._version:
-            return known[2]
-        return see(tensor)
+    def _hook_outputs(self, path: str, cell_type: str, inputs: list[Any], outputs: list[Any]) -> None:
+        """Asks for the gradients of a call's outputs. A tensor that several cells hand on counts for the innermost."""
+        passed_on = {id(tensor) for _, tensor in inputs}
+        call = self.recorder.calls(path) - 1
+        for slot, tensor in outputs:
+            if id(tensor) in passed_on or isinstance(tensor, ms.Parameter) or tensor.dtype not in FLOATING:
+                continue
+            if not tensor._requires_grad:  # MindSpore refuses a hook on it
+                continue
+            known = self._hooked.get(id(tensor))
+            if known is not None and known() is tensor:
+                continue
+            self._hooked[id(tensor)] = weakref.ref(tensor)
+            hook = output_gradient_hook(path, cell_type, call, slot, self)
+            self._tensor_handles.append(tensor.register_hook(hook))
+
+    def output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
+        """The gradient of a cell's output arrived."""
+        self.guard(self._output_gradient, path, cell_type, call, slot, value)
+
+    def _output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
+        started = time.perf_counter()
+        self._in_backward = True
+        self.recorder.output_gradient(path, cell_type, call, slot, _seen(value))
+        self._own += time.perf_counter() - started
+
+    def _take_reduced(self, gradients: list[Seen]) -> None:
+        """What came out of the reduction over ranks, in the order of the train cell's weights."""
+        started = time.perf_counter()
+        for parameter, seen in zip(self._reduced, gradients, strict=True):
+            self.recorder.gradient(parameter.name, "", seen, reduced=True)
+        self._own += time.perf_counter() - started
 
     def graph_call(self, path: str, cell_type: str, inputs: list[Any], outputs: list[Any]) -> None:
         """A watched cell ran in a graph."""
         if path == REDUCER_PATH:
-            for parameter, (_, seen) in zip(self.train_cell.weights, outputs, strict=False):
-                self.recorder.gradient(parameter.name, "", seen, reduced=True)
-            return
-        if self._in_backward and path in self._recomputed:
+            self._take_reduced([seen for _, seen in outputs])
             return
         started = time.perf_counter()
         self._calls_seen += 1
+        if path in self._recomputed and self._repeats(path, [*inputs, *outputs]):
+            return
         self.recorder.cell_call(path, cell_type, inputs, outputs)
         self._own += time.perf_counter() - started
+
+    def _repeats(self, path: str, values: list[Any]) -> bool:
+        """Whether a recomputed cell's call is the second one with the same values.
+
+        A graph runs both whenever it likes, the backward pass may have begun before the first: only values tell.
+        """
+        contents = [(slot, hash(seen.array.tobytes())) for slot, seen in values if seen.array is not None]
+        key = (path, *contents)
+        known = key in self._recomputed_calls
+        self._recomputed_calls.add(key)
+        return known
 
     def gradient(self, name: str, value: Any, *, reduced: bool = False) -> None:
         """The gradient of a parameter arrived."""
@@ -372,12 +496,10 @@ class Session:
         started = time.perf_counter()
         self._calls_seen += 1
         self._in_backward = True
-        if isinstance(value, ms.Tensor):
-            seen = see(value)
-        else:
-            dtype = str(getattr(value, "dtype", "float32"))
-            seen = see_array(value, dtype, tuple(getattr(value, "shape", ())))
-        self.recorder.gradient(name, self._owners.get(name, ""), seen, reduced=reduced)
+        owner = self._owners.get(name, "")
+        if owner in self._recomputed and not reduced and name in self.recorder.gradients_seen:
+            return  # in a graph it arrives once more for each time the cell's code was copied
+        self.recorder.gradient(name, owner, _seen(value), reduced=reduced)
         self._own += time.perf_counter() - started
 
     def take_gradients(self, gradients: Any) -> None:
@@ -404,7 +526,14 @@ def _warn(message: str) -> None:
         warnings.warn(message, AmpdebugWarning, stacklevel=3)
     except AmpdebugWarning as warning:
         # The user made warnings into errors: the training still must not stop for one of ours.
-        print(f"AmpdebugWarning: {warning}", file=sys.stderr)
+        sys.stderr.write(f"AmpdebugWarning: {warning}\n")
+
+
+def _seen(value: Any) -> Seen:
+    """A tensor, or what a compiled graph hands to a callback."""
+    if isinstance(value, ms.Tensor):
+        return see(value)
+    return see_array(value, str(getattr(value, "dtype", "float32")), tuple(getattr(value, "shape", ())))
 
 
 def _finite(value: float) -> bool:

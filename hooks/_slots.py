@@ -1,8 +1,8 @@
 """Where probes sit: one slot for each watched cell and parameter, shared by all who watch it.
 
-A cell can be watched by several sessions at once. It still gets only one stand-in for ``construct``, which is put in with
-the first listener and taken out with the last: what was found there (usually nothing, under ``auto`` the level's own
-wrapper) is then back, bit for bit.
+A cell can be watched by several sessions at once. It still gets only one stand-in for ``construct``, which is put in
+with the first listener and taken out with the last: what was found there (usually nothing, under ``auto`` the level's
+own wrapper) is then back, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from ampdebug.hooks import _compiled
 from ampdebug.hooks._environment import mode_name
-from ampdebug.hooks._probes import GraphProbe, Sink, graph_gradient_hook, python_gradient_hook, python_probe
+from ampdebug.hooks._graph_probe import GraphProbe
+from ampdebug.hooks._probes import GraphReader, Sink, python_gradient_hook, python_probe
 
 _MISSING = object()
 
@@ -110,11 +111,13 @@ class ParameterSlot:
         self.after_compiling()
         return not self.sinks
 
+    def take_out(self) -> None:
+        """Takes the hooks out until :meth:`after_compiling`."""
+        self._set([])
+
     def before_compiling(self, owner: Any) -> None:
         """Puts compiled hooks in place of the Python ones."""
-        name = self.parameter.name
-        hooks = [graph_gradient_hook(name, sink) for sink in self.sinks if sink.graph_token()]
-        self._set(hooks)
+        self._set([sink.graph_gradient_hook(self.parameter) for sink in self.sinks if sink.graph_token()])
 
     def after_compiling(self) -> None:
         """Puts the Python hooks back."""
@@ -153,22 +156,40 @@ class _Registry:
         self._known_sinks = tuple(self.sinks())
 
     def install(self, owner: Any) -> Callable[[], None]:
-        slots = [*self.cells.values(), *self.parameters.values()]
-        done = []
-        try:
-            for slot in slots:
-                done.append(slot)
-                slot.before_compiling(owner)
-        except BaseException:
-            for slot in done:
-                slot.after_compiling()
-            raise
+        slots: list[CellSlot | ParameterSlot] = [*self.cells.values(), *self.parameters.values()]
+        done: list[Callable[[], None]] = []
 
         def undo() -> None:
+            while done:
+                done.pop()()
+
+        try:
             for slot in slots:
+                done.append(slot.after_compiling)
+                slot.before_compiling(owner)
+            done.extend(reader.compiling() for reader in self._graph_readers())
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+    def take_hooks_out(self) -> Callable[[], None]:
+        held = list(self.parameters.values())
+        for slot in held:
+            slot.take_out()
+
+        def put_back() -> None:
+            for slot in held:
                 slot.after_compiling()
 
-        return undo
+        return put_back
+
+    def compiled(self, executor: Any, phase: str) -> None:
+        for reader in self._graph_readers():
+            reader.compiled(executor, phase)
+
+    def _graph_readers(self) -> list[GraphReader]:
+        return [sink for sink in self._known_sinks if isinstance(sink, GraphReader) and sink.graph_token()]
 
 
 _registry = _Registry()
@@ -188,7 +209,7 @@ def listen(cells: dict[str, tuple[Any, str]], parameters: list[Any], sink: Sink)
         slot = _registry.cells.get(id(cell))
         if slot is None:
             slot = _registry.cells[id(cell)] = CellSlot(cell)
-        slot.listen(_Listener(path, cell_type, sink, GraphProbe(path, cell_type, sink)))
+        slot.listen(_Listener(path, cell_type, sink, sink.graph_probe(path, cell_type)))
     for parameter in parameters:
         held = _registry.parameters.get(id(parameter))
         if held is None:

@@ -1,8 +1,8 @@
 """Tensors and nested values, seen as arrays.
 
-Everything that leaves MindSpore for numpy passes through here, so that the traps stand in one place: ``asnumpy()`` gives
-a *writable view* of live memory (never write to it), bfloat16 has no numpy type (its bits are handed over instead), and
-a hook that used MindSpore operators would inherit the mixed precision of the cell it stands in.
+Everything that leaves MindSpore for numpy passes through here, so that the traps stand in one place: ``asnumpy()``
+gives a *writable view* of live memory (never write to it), bfloat16 has no numpy type (its bits are handed over
+instead), and a hook that used MindSpore operators would inherit the mixed precision of the cell it stands in.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mindspore import dtype as mstype
 
 from ampdebug._recorder import Seen
 
-_FLOATING = {mstype.float16, mstype.float32, mstype.float64, mstype.bfloat16}
+FLOATING = {mstype.float16, mstype.float32, mstype.float64, mstype.bfloat16}
 
 
 def dtype_name(dtype: Any) -> str:
@@ -35,7 +35,7 @@ def see(tensor: Any) -> Seen:
     """
     shape = tuple(int(n) for n in tensor.shape)
     name = dtype_name(tensor.dtype)
-    if tensor.dtype not in _FLOATING:
+    if tensor.dtype not in FLOATING:
         return Seen(None, name, shape)
     return see_array(tensor.asnumpy(), name, shape)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -15,7 +15,7 @@ from ampdebug._errors import ArgumentError, NoObservationsError
 from ampdebug._records import Step
 from ampdebug.hooks import _slots
 from ampdebug.hooks._environment import mode_name
-from ampdebug.hooks._live import live_sinks
+from ampdebug.hooks._graph_probe import GraphProbe
 from ampdebug.hooks._session import Session
 from ampdebug.hooks._tensors import scalar
 
@@ -28,9 +28,11 @@ class Watch:
         last: The last recorded step, None before the first.
     """
 
-    def __init__(self, net: nn.Cell, out: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(
+        self, net: nn.Cell, out: str | os.PathLike[str], *, silence: Literal["raise", "warn"] = "raise", **options: Any
+    ) -> None:
         self.directory = out
-        self._session = Session(net, out, silence="raise", **options)
+        self._session = Session(net, out, silence=silence, **options)
         self._calls = _TrainCellCalls(self._session) if self._session.train_cell is not None else None
 
     @property
@@ -53,7 +55,7 @@ class Watch:
         if self._calls is not None:
             self._calls.detach()
         session.close("finished" if error is None else "failed")
-        if error is None and session.last is None and not session.off:
+        if error is None and session.last is None and not session.off and session.silence == "raise":
             what = "the train cell was not called" if self._calls is not None else "run.step(...) was not called"
             raise NoObservationsError(
                 f"no step was recorded in {mode_name()}: {what} inside `with ampdebug.watch(...)`. "
@@ -76,7 +78,8 @@ class Watch:
 
         Args:
             loss: The unscaled loss: a number or a one-element tensor.
-            loss_scale: What holds the loss scale (``amp.DynamicLossScaler``), or the scale used in this step. Not needed
+            loss_scale: What holds the loss scale (``amp.DynamicLossScaler``), or the scale used in this step. Not
+            needed
                 where ``watch`` was given the scaler.
             overflow: Whether the step overflowed: a bool or a bool tensor.
             finite: The opposite, as ``amp.all_finite`` returns it; give one of the two.
@@ -139,6 +142,7 @@ def watch(
     cells: Any = None,
     append: bool = False,
     amp_level: str | None = None,
+    graph: Literal["auto", "callback", "capture"] = "auto",
     tensorboard: str | os.PathLike[str] | None = None,
 ) -> Watch:
     """Watches a network while it trains, in a functional loop or in a train cell, in PyNative and graph mode.
@@ -152,6 +156,8 @@ def watch(
         cells: Which cells: path globs, class names, cell classes, or a list of these. None watches all.
         append: Go on in a directory that already holds a run instead of refusing.
         amp_level: What to note as the AMP level; None reads it off the network.
+        graph: How values leave a compiled graph: by a Python ``"callback"`` (CPU only) or by ``"capture"`` in buffers
+            on the device, which costs its memory; ``"auto"`` takes callbacks where they work.
         tensorboard: Directory for live TensorBoard files, None for none.
 
     Returns:
@@ -181,7 +187,8 @@ def watch(
         cells=cells,
         append=append,
         amp_level=amp_level,
-        live=live_sinks(tensorboard),
+        graph=graph,
+        tensorboard=tensorboard,
     )
 
 
@@ -189,10 +196,11 @@ class _TrainCellCalls:
     """Makes each call of a train cell a step of the session, in both modes."""
 
     active = True
+    wants_output_gradients = False
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._cell = session.train_cell
+        self._cell: Any = session.train_cell
 
     def attach(self) -> None:
         _slots.listen({"(step)": (self._cell, type(self._cell).__name__)}, [], self)
@@ -213,6 +221,12 @@ class _TrainCellCalls:
     def graph_token(self) -> str:
         return ""
 
+    def graph_probe(self, path: str, cell_type: str) -> Any:
+        return GraphProbe(path, cell_type, self)
+
+    def graph_gradient_hook(self, parameter: Any) -> Callable[[Any], Any]:
+        raise AssertionError("a train cell's calls have no gradient of their own")
+
     def guard(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._session.guard(function, *args)
 
@@ -224,6 +238,9 @@ class _TrainCellCalls:
 
     def graph_call(self, path: str, cell_type: str, inputs: list[Any], outputs: list[Any]) -> None:
         raise AssertionError("a train cell carries no compiled probe")
+
+    def output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
+        raise AssertionError("a train cell's outputs are not differentiated")
 
     def gradient(self, name: str, value: Any, *, reduced: bool = False) -> None:
         raise AssertionError("a train cell's calls have no gradient of their own")

@@ -1,0 +1,242 @@
+"""What watching costs: the step time of a watched loop over that of the bare loop, side by side in one run.
+
+    python benchmarks/monitor.py [--nets cnn,resnet,transformer] [--modes pynative,graph] [--rounds 30] [--json FILE]
+
+Every variant trains its own copy of the same network from the same start. The variants take turns step by step, so that a
+machine whose speed drifts slows all of them alike, and each ratio is the median over the rounds of (this variant's step /
+the bare step of the same round). Each network and mode runs in a process of its own. Variants:
+
+* ``full``      all statistics, every step
+* ``every 10``  statistics in one step of ten: (recorded + 9 x unrecorded) / 10
+* ``detached``  watched for two steps, then detached
+* ``naive``     the usual hook: ``asnumpy()`` and eight numpy reductions a tensor, outputs and gradients only
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from typing import Any
+
+os.environ.setdefault("GLOG_v", "3")
+
+NETS = ("cnn", "resnet", "transformer")
+MODES = ("pynative", "graph")
+TARGETS = {"full": {"cnn": 1.05, "resnet": 1.05, "transformer": {"pynative": 1.10, "graph": 1.15}}, "every 10": 1.02}
+
+
+def build(name: str) -> Any:
+    """A network and a batch for it, the same at every call."""
+    import mindspore as ms
+    import numpy as np
+    from mindspore import Tensor
+
+    from _nets import CNN, ResNet18, Transformer
+
+    ms.set_seed(0)
+    np.random.seed(0)
+    random = np.random.RandomState(0)
+    if name == "transformer":
+        net, x = Transformer(), Tensor(random.randint(0, 200, (32, 32)).astype(np.int32))
+    else:
+        net = CNN() if name == "cnn" else ResNet18()
+        x = Tensor(random.randn(32 if name == "cnn" else 16, 3, 32, 32).astype(np.float32))
+    return net, x, Tensor(random.randint(0, 10, x.shape[0]).astype(np.int32))
+
+
+class Variant:
+    """One training loop."""
+
+    def __init__(self, name: str, net_name: str, level: str, folder: str) -> None:
+        from mindspore import amp, nn
+        from mindspore.amp import FixedLossScaleManager
+
+        self.name = name
+        net, self.x, self.y = build(net_name)
+        optimizer = nn.Momentum(net.trainable_params(), 0.01, 0.9, loss_scale=1024.0)
+        self.cell = amp.build_train_network(
+            net,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            level=level,
+            loss_scale_manager=FixedLossScaleManager(1024.0, drop_overflow_update=False),
+        )
+        self.session: Any = None
+        self.recorded: list[float] = []
+        self.plain: list[float] = []
+        if name in ("full", "every 10", "detached"):
+            from ampdebug.hooks._session import Session
+
+            every = 2 if name == "every 10" else 1  # both kinds of step are timed; the mix of ten is computed
+            self.session = Session(self.cell, os.path.join(folder, name.replace(" ", "")), every=every)
+            self.session.attach()
+        elif name == "naive":
+            _naive(self.cell)
+
+    def step(self) -> float:
+        began = time.perf_counter()
+        if self.session is not None:
+            self.session.begin()
+        loss = self.cell(self.x, self.y)
+        if self.session is not None:
+            self.session.end(loss)
+        loss.asnumpy()
+        return time.perf_counter() - began
+
+
+def _naive(cell: Any) -> None:
+    """Eight numpy reductions for each output and gradient, where they come by."""
+    import mindspore as ms
+    import numpy as np
+    from mindspore import ops
+
+    kept: list[Any] = []
+
+    def reduce(array: Any) -> Any:
+        wide = np.asarray(array, np.float32)
+        size = np.abs(wide)
+        kept[:] = [
+            (
+                wide.min(),
+                wide.max(),
+                size.max(),
+                wide.mean(),
+                (wide**2).mean(),
+                (~np.isfinite(wide)).sum(),
+                (wide == 0).sum(),
+                ((size < 6.1e-5) & (size > 0)).sum(),
+            )
+        ]
+        return np.zeros(1, np.float32)
+
+    graph = ms.get_context("mode") == ms.GRAPH_MODE
+    leaves = [c for _, c in cell.network.cells_and_names() if not list(c.cells())]
+    for leaf in leaves:
+        if graph:
+            emit = ops.Custom(reduce, out_shape=(1,), out_dtype=ms.float32, func_type="pyfunc")
+            leaf.construct = types.MethodType(_compiled(leaf.construct, emit), leaf)
+        else:
+            leaf.register_forward_hook(lambda _cell, _inputs, output: reduce(output.asnumpy()) is None or None)
+    for parameter in cell.weights:
+        if graph:
+            emit = ops.Custom(reduce, out_shape=(1,), out_dtype=ms.float32, func_type="pyfunc")
+            parameter.register_hook(_compiled_gradient(emit))
+        else:
+            parameter.register_hook(lambda gradient: (reduce(gradient.asnumpy()), gradient)[1])
+
+
+def _compiled(original: Any, emit: Any) -> Any:
+    from mindspore import ops
+
+    def construct(self, *args):  # type: ignore[no-untyped-def]
+        output = original(*args)
+        return ops.depend(output, emit(ops.stop_gradient(output)))
+
+    return construct
+
+
+def _compiled_gradient(emit: Any) -> Any:
+    from mindspore import ops
+
+    def hook(gradient):  # type: ignore[no-untyped-def]
+        return ops.depend(gradient, emit(gradient))
+
+    return hook
+
+
+def measure(net: str, mode: str, level: str, rounds: int, seconds: float, variants: list[str]) -> dict[str, Any]:
+    """Runs all variants of one network in one mode, in turns."""
+    import mindspore as ms
+
+    from ampdebug._stats import kernel_name
+
+    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    with tempfile.TemporaryDirectory() as folder:
+        loops = [Variant(name, net, level, folder) for name in ("bare", *variants)]
+        for number in range(4):
+            for loop in loops:
+                loop.step()
+                if loop.name == "detached" and number == 1:
+                    loop.session.close()
+                    loop.session = None
+        bare: list[float] = []
+        until = time.monotonic() + seconds
+        done = 0
+        while done < rounds and (time.monotonic() < until or done < 6):
+            times = {}
+            # Another order each round: who runs after whom must not matter.
+            for loop in [*loops[done % len(loops) :], *loops[: done % len(loops)]]:
+                times[loop.name] = loop.step()
+                recorded = loop.session is not None and loop.session.last.sampled
+                (loop.recorded if recorded else loop.plain).append(times[loop.name])
+            bare.append(times["bare"])
+            done += 1
+        result: dict[str, Any] = {
+            "net": net,
+            "mode": mode,
+            "level": level,
+            "rounds": done,
+            "bare_ms": statistics.median(bare) * 1e3,
+            "kernel": kernel_name(),
+            "load": os.getloadavg()[0],
+        }
+        for loop in loops[1:]:
+            result[loop.name] = _ratio(loop, bare)
+            if loop.session is not None:
+                loop.session.close()
+    return result
+
+
+def _ratio(loop: Variant, bare: list[float]) -> float:
+    if loop.name != "every 10":
+        times = loop.recorded or loop.plain
+        return statistics.median(mine / base for mine, base in zip(times, bare, strict=True))
+    middle = statistics.median(bare)
+    return (statistics.median(loop.recorded) + 9 * statistics.median(loop.plain)) / 10 / middle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nets", default=",".join(NETS))
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--level", default="O2")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=90.0, help="time for each network and mode")
+    parser.add_argument("--variants", default="full,every 10,detached,naive")
+    parser.add_argument("--json", help="write the results to this file, too")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    variants = options.variants.split(",")
+    if options.one:
+        net, mode = options.one.split(",")
+        print(json.dumps(measure(net, mode, options.level, options.rounds, options.seconds, variants)))
+        return
+    results = []
+    print(f"{'network':12} {'mode':9} {'bare ms':>9} " + " ".join(f"{name:>9}" for name in variants) + "  rounds  load")
+    for net in options.nets.split(","):
+        for mode in options.modes.split(","):
+            command = [sys.executable, os.path.abspath(__file__), "--one", f"{net},{mode}", "--level", options.level]
+            command += ["--rounds", str(options.rounds), "--seconds", str(options.seconds), "--variants", options.variants]
+            with tempfile.TemporaryDirectory() as folder:  # MindSpore litters the current folder
+                child = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            if child.returncode:
+                raise SystemExit(f"{net}, {mode}: the measuring process failed\n{child.stderr[-3000:]}")
+            result = json.loads(child.stdout.strip().splitlines()[-1])
+            results.append(result)
+            cells = " ".join(f"{result[name]:9.3f}" for name in variants)
+            print(f"{net:12} {mode:9} {result['bare_ms']:9.1f} {cells}  {result['rounds']:6} {result['load']:5.1f}")
+    print(f"statistics by {results[-1]['kernel']}; targets: full <= 1.05 (CNNs), 1.10 / 1.15 (transformer); every 10 <= 1.02")
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as stream:
+            json.dump(results, stream, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What a compiled graph computes in: its operators, the cells they came from, their dtypes.
+
+After a compilation MindSpore's executor still holds the graph as it will run, implicit casts of the AMP levels
+included, and hands it out in its exchange format. A node there carries the *scope* it was parsed in. MindSpore names
+scopes after attributes and classes, wrappers of the levels included, and gives none to the cells of a ``@ms.jit``
+function. So while a graph with probes is compiled, the cells bear scopes of ours (:func:`name_scopes`): then a scope
+is a cell path, whatever is compiled and whatever wraps the network. Scopes name things and change no value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mindspore.train import mind_ir_pb2
+
+from ampdebug.hooks._cells import Place
+
+_PREFIX = "Default/ampdebug"
+_RECOMPUTED = "recompute_"  # MindSpore marks the scope of a recomputed cell by it
+_REFERENCE = "REF::"
+
+_FLOATS = {
+    mind_ir_pb2.TensorProto.FLOAT: "float32",
+    mind_ir_pb2.TensorProto.FLOAT16: "float16",
+    mind_ir_pb2.TensorProto.BFLOAT16: "bfloat16",
+    mind_ir_pb2.TensorProto.DOUBLE: "float64",
+    mind_ir_pb2.TensorProto.FLOAT64: "float64",
+}
+# Order of execution, tuples, control flow, and our own callbacks: nothing of it is an operator of the user.
+_PLUMBING = frozenset(
+    (
+        "Assign",
+        "Custom",
+        "Depend",
+        "ListGetItem",
+        "Load",
+        "MakeDict",
+        "MakeList",
+        "MakeTuple",
+        "Partial",
+        "Return",
+        "Switch",
+        "SwitchLayer",
+        "TensorMove",
+        "TupleGetItem",
+        "UpdateState",
+    )
+)
+
+
+def name_scopes(places: dict[str, Place], marker: str) -> tuple[dict[str, str], Callable[[], None]]:
+    """Gives the cells scopes that say their path, for the time of one compilation.
+
+    Args:
+        places: The cells by path.
+        marker: What tells the scopes of this network from those of another one in the same graph.
+
+    Returns:
+        ``({scope: cell path}, a function that puts back the scopes found)``. A cell that already bears a scope of
+        ours, because someone else watches it too, keeps it and is known by it.
+    """
+    paths: dict[str, str] = {}
+    found: list[tuple[Any, Any]] = []
+
+    def undo() -> None:
+        while found:
+            cell, scope = found.pop()
+            cell.__dict__["_scope"] = scope
+
+    for path, place in places.items():
+        for cell in (place.inner,) if place.inner is place.outer else (place.outer, place.inner):
+            scope = cell.__dict__.get("_scope")
+            if not (isinstance(scope, str) and scope.removeprefix(_RECOMPUTED).startswith(_PREFIX)):
+                found.append((cell, scope))
+                recomputed = _RECOMPUTED if isinstance(scope, str) and scope.startswith(_RECOMPUTED) else ""
+                scope = f"{recomputed}{_PREFIX}/{marker}/{path.replace('.', '/')}".removesuffix("/")
+                cell.__dict__["_scope"] = scope
+            paths[scope] = path
+    return paths, undo
+
+
+def graph_operators(executor: Any, phase: str, scopes: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """The operators that a compiled graph runs in the forward pass of known cells.
+
+    Args:
+        executor: MindSpore's executor that compiled it.
+        phase: The key it was compiled under.
+        scopes: ``{scope: cell path}`` as of :func:`name_scopes`.
+
+    Yields:
+        ``(cell path, operator, dtype)`` in the graph's order, once a node. The operator is the primitive's name
+        (``"MatMul"``); the dtype that of its first floating-point output: the casts of mixed precision are nodes of
+        their own (``"Cast"``) before it.
+
+    Raises:
+        ValueError: MindSpore holds no graph for that phase, or one in an unknown format.
+    """
+    data = executor.get_func_graph_proto(phase, "mind_ir")
+    model = mind_ir_pb2.ModelProto()
+    model.ParseFromString(data)
+    if not model.graph.node:
+        raise ValueError(f"the graph of phase {phase[:200]!r} has no nodes")
+    primitives = {f"{_REFERENCE}{primitive.name}": primitive.op_type for primitive in model.primitives}
+    known: dict[str, str | None] = {}
+    for graph in (model.graph, *model.functions):
+        for node in graph.node:
+            operator = primitives.get(node.op_type)  # None: a constant, or the call of a sub-graph
+            if operator is None or operator in _PLUMBING:
+                continue
+            scope = node.domain.rpartition("/")[0]
+            if scope not in known:
+                known[scope] = _path_of(scope, scopes)
+            path = known[scope]
+            dtype = None if path is None else _first_float(node)
+            if path is not None and dtype is not None:
+                yield path, operator, dtype
+
+
+def _path_of(scope: str, scopes: dict[str, str]) -> str | None:
+    # The backward pass of a cell is scoped "Gradients/" + its scope: no key begins so, and no parent is a key either.
+    while scope:
+        if scope in scopes:
+            return scopes[scope]
+        scope = scope.rpartition("/")[0]
+    return None
+
+
+def _first_float(node: Any) -> str | None:
+    for attribute in node.attribute:
+        if attribute.name == "shape":
+            return _first_float_of(attribute)
+    return None
+
+
+def _first_float_of(attribute: Any) -> str | None:
+    for tensor in attribute.tensors:
+        if tensor.data_type in _FLOATS:
+            return _FLOATS[tensor.data_type]
+    for value in attribute.values:
+        dtype = _first_float_of(value)
+        if dtype is not None:
+            return dtype
+    return None

@@ -1,0 +1,350 @@
+"""The probes that are compiled into a graph.
+
+A :class:`GraphProbe` stands in for ``construct`` only while MindSpore compiles a graph (see ``_compiled``). What it
+leaves in the graph hands the values to a Python callback (``ops.Custom`` of type ``pyfunc``, CPU) whose result is
+tied to the cell's output by ``depend``: it changes no value and no gradient, and cannot be optimised away.
+
+Functions marked *traced* are parsed by MindSpore's graph compiler; they are kept to what it understands.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+from ampdebug._recorder import Seen
+from ampdebug.hooks._probes import Sink
+from ampdebug.hooks._tensors import dtype_name, see_array
+
+_ZERO = np.zeros(1, np.float32)
+_FLOATS = (ms.float16, ms.float32, ms.float64, ms.bfloat16)
+_FLOAT_NAMES = tuple(dtype_name(dtype) for dtype in _FLOATS)
+# Outputs of a tuple whose gradients are asked for, at most.
+_MARKED = 6
+
+leaves = ops.MultitypeFuncGraph("ampdebug_leaves")
+shape_of = ops.MultitypeFuncGraph("ampdebug_shape_of")
+
+
+@leaves.register("Tensor")
+def _leaves_tensor(value):  # type: ignore[no-untyped-def]
+    return (value,)
+
+
+@leaves.register("Tuple")
+def _leaves_tuple(value):  # type: ignore[no-untyped-def]
+    found = ()
+    for item in value:
+        found = found + leaves(item)
+    return found
+
+
+@leaves.register("List")
+def _leaves_list(value):  # type: ignore[no-untyped-def]
+    found = ()
+    for item in value:
+        found = found + leaves(item)
+    return found
+
+
+@leaves.register("Dictionary")
+def _leaves_dict(value):  # type: ignore[no-untyped-def]
+    found = ()
+    for item in value.values():
+        found = found + leaves(item)
+    return found
+
+
+@leaves.register("Number")
+def _leaves_number(value):  # type: ignore[no-untyped-def]
+    return ()
+
+
+@leaves.register("String")
+def _leaves_string(value):  # type: ignore[no-untyped-def]
+    return ()
+
+
+@leaves.register("None")
+def _leaves_none(value):  # type: ignore[no-untyped-def]
+    return ()
+
+
+@shape_of.register("Tensor")
+def _shape_of_tensor(value):  # type: ignore[no-untyped-def]
+    return ("tensor", value.shape, value.dtype)
+
+
+@shape_of.register("Tuple")
+def _shape_of_tuple(value):  # type: ignore[no-untyped-def]
+    found = ()
+    for item in value:
+        found = found + (shape_of(item),)  # type: ignore[assignment]
+    return ("tuple", found)
+
+
+@shape_of.register("List")
+def _shape_of_list(value):  # type: ignore[no-untyped-def]
+    found = ()
+    for item in value:
+        found = found + (shape_of(item),)  # type: ignore[assignment]
+    return ("tuple", found)
+
+
+@shape_of.register("Dictionary")
+def _shape_of_dict(value):  # type: ignore[no-untyped-def]
+    found = ()
+    for item in value.values():
+        found = found + (shape_of(item),)  # type: ignore[assignment]
+    return ("dict", tuple(value.keys()), found)
+
+
+@shape_of.register("Number")
+def _shape_of_number(value):  # type: ignore[no-untyped-def]
+    return ("none",)
+
+
+@shape_of.register("String")
+def _shape_of_string(value):  # type: ignore[no-untyped-def]
+    return ("none",)
+
+
+@shape_of.register("None")
+def _shape_of_none(value):  # type: ignore[no-untyped-def]
+    return ("none",)
+
+
+@ops.constexpr
+def is_observed(shape: Any, dtype: Any) -> bool:
+    # An empty tensor makes the callback fail inside MindSpore; there is nothing to see in it anyway.
+    return dtype in _FLOATS and 0 not in shape
+
+
+def _fixed_arity(count: int, function: Callable[[tuple[Any, ...]], Any]) -> Callable[..., Any]:
+    """``pyfunc`` refuses ``*args``: one signature for each number of tensors."""
+    by_count: dict[int, Callable[..., Any]] = {
+        1: lambda a: function((a,)),
+        2: lambda a, b: function((a, b)),
+        3: lambda a, b, c: function((a, b, c)),
+        4: lambda a, b, c, d: function((a, b, c, d)),
+        5: lambda a, b, c, d, e: function((a, b, c, d, e)),
+        6: lambda a, b, c, d, e, f: function((a, b, c, d, e, f)),
+    }
+    return by_count[count]
+
+
+def _emitter(count: int, function: Callable[[tuple[Any, ...]], None]) -> Any:
+    def called(arrays: tuple[Any, ...]) -> Any:
+        function(arrays)
+        return _ZERO
+
+    return ops.Custom(_fixed_arity(count, called), out_shape=(1,), out_dtype=ms.float32, func_type="pyfunc")
+
+
+class Layout:
+    """The nested structure of one traced call, flattened: slots, dtypes and shapes of its tensors in order."""
+
+    def __init__(self, inputs: Any, outputs: Any) -> None:
+        self.entries: list[tuple[bool, str, str, tuple[int, ...]]] = []
+        lone = _lone_tensor(inputs)
+        self._flatten(inputs if lone is None else lone, "", False)
+        self._flatten(outputs, "", True)
+        self.observed = sum(1 for _, _, dtype, shape in self.entries if observed(dtype, shape))
+
+    def _flatten(self, node: Any, slot: str, output: bool) -> None:
+        if node[0] == "tensor":
+            self.entries.append((output, slot, dtype_name(node[2]), tuple(int(n) for n in node[1])))
+        elif node[0] == "tuple":
+            for index, item in enumerate(node[1]):
+                self._flatten(item, f"{slot}.{index}" if slot else str(index), output)
+        elif node[0] == "dict":
+            for key, item in zip(node[1], node[2], strict=True):
+                self._flatten(item, f"{slot}.{key}" if slot else str(key), output)
+
+    def fill(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Pairs the arrays of one call with their slots: ``(inputs, outputs)`` as lists of ``(slot, Seen)``."""
+        names = [dtype for _, _, dtype, shape in self.entries if observed(dtype, shape)]
+        return self.fill_seen(
+            [see_array(a, name, tuple(getattr(a, "shape", ()))) for a, name in zip(arrays, names, strict=True)]
+        )
+
+    def fill_seen(self, seen: Sequence[Seen]) -> tuple[list[Any], list[Any]]:
+        """The same for what is converted already; tensors that are not handed over are added by their dtype."""
+        both: tuple[list[Any], list[Any]] = ([], [])
+        rest = iter(seen)
+        for output, slot, dtype, shape in self.entries:
+            if observed(dtype, shape):
+                item = next(rest)
+            elif dtype in _FLOAT_NAMES:
+                item = Seen(np.zeros(shape, np.uint16 if dtype == "bfloat16" else dtype), dtype, shape)
+            else:
+                item = Seen(None, dtype, shape)
+            both[output].append((slot, item))
+        return both
+
+
+def observed(dtype: str, shape: tuple[int, ...]) -> bool:
+    return dtype in _FLOAT_NAMES and 0 not in shape
+
+
+def _lone_tensor(inputs: Any) -> Any | None:
+    """The arguments come as ``(args, kwargs)``; a single positional argument is shown without an index."""
+    args, kwargs = inputs[1]
+    if kwargs[0] == "dict" and not kwargs[1]:
+        return args[1][0] if len(args[1]) == 1 else args
+    if not args[1]:
+        return kwargs
+    return None
+
+
+class GraphProbe:
+    """What stands in for ``construct`` while a graph is compiled.
+
+    One object for each watched cell; each compilation asks it for a fresh function.
+    """
+
+    def __init__(self, path: str, cell_type: str, sink: Sink) -> None:
+        self.path = path
+        self.cell_type = cell_type
+        self.sink = sink
+        self.layouts: list[Layout] = []
+        self._parts: dict[int, list[Any]] = {}
+
+    def traced(self, inputs: Any, outputs: Any) -> int:
+        """Called while tracing, once for each distinct use of the cell."""
+        layout = Layout(inputs, outputs)
+        if all(layout.entries != known.entries for known in self.layouts):
+            self.layouts.append(layout)
+        return 0
+
+    def _arrived(self, arrays: tuple[Any, ...]) -> None:
+        layout = self._layout_of(arrays)
+        if layout is None:
+            inputs: list[Any] = []
+            outputs = [(str(i), see_array(a, "float32", ())) for i, a in enumerate(arrays) if hasattr(a, "dtype")]
+        else:
+            inputs, outputs = layout.fill(arrays)
+        self.sink.graph_call(self.path, self.cell_type, inputs, outputs)
+
+    def _layout_of(self, arrays: tuple[Any, ...]) -> Layout | None:
+        fitting = [layout for layout in self.layouts if layout.observed == len(arrays)]
+        if len(fitting) <= 1:
+            return fitting[0] if fitting else None
+        shapes = [tuple(getattr(a, "shape", ())) for a in arrays]
+        for layout in fitting:
+            known = [shape for _, _, dtype, shape in layout.entries if observed(dtype, shape)]
+            if known == shapes:
+                return layout
+        return fitting[0]
+
+    def _part_arrived(self, arrays: tuple[Any, ...]) -> None:
+        # Calls with more tensors than one callback takes come one by one; MindSpore reuses the memory, so copy.
+        array, (index, total) = arrays
+        self._parts.setdefault(int(index), []).append(array.copy() if isinstance(array, np.ndarray) else array)
+        if len(self._parts) == total and all(self._parts.values()):
+            self._arrived(tuple(self._parts[key].pop(0) for key in sorted(self._parts)))
+
+    def _marker(self, slot: str) -> Any:
+        """An operator that hands its input on and sees the gradient that comes back."""
+
+        def arrived(arrays: tuple[Any, ...]) -> None:
+            if self.sink.active:
+                self.sink.output_gradient(self.path, self.cell_type, 0, slot, arrays[0])
+
+        emit = _emitter(1, arrived)
+
+        def seen(gradient):  # type: ignore[no-untyped-def]
+            return ops.depend(gradient, emit(ops.stop_gradient(gradient)))
+
+        return ops.InsertGradientOf(seen)
+
+    def construct(self, cell: Any, original: Callable[..., Any]) -> Any:
+        """The method to put into ``cell`` in place of ``original``."""
+        sink = self.sink
+        guarded = _guarded(sink, self._arrived)
+        emit1 = _emitter(1, guarded)
+        emit2 = _emitter(2, guarded)
+        emit3 = _emitter(3, guarded)
+        emit4 = _emitter(4, guarded)
+        emit5 = _emitter(5, guarded)
+        emit6 = _emitter(6, guarded)
+        emit_part = _emitter(2, _guarded(sink, self._part_arrived))
+        note = ops.constexpr(guarded_note(sink, self.traced))
+        marked = sink.wants_output_gradients
+        mark = tuple(self._marker(slot) for slot in ("", *(str(index) for index in range(1, _MARKED))))
+
+        def construct(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+            output = original(*args, **kwargs)
+            note(("tuple", (shape_of(args), shape_of(kwargs))), shape_of(output))
+            seen = ()
+            for leaf in leaves(args) + leaves(kwargs) + leaves(output):
+                if is_observed(leaf.shape, leaf.dtype):
+                    seen = seen + (ops.stop_gradient(leaf),)  # type: ignore[assignment]
+            if len(seen) == 1:
+                output = ops.depend(output, emit1(seen[0]))
+            elif len(seen) == 2:
+                output = ops.depend(output, emit2(seen[0], seen[1]))
+            elif len(seen) == 3:
+                output = ops.depend(output, emit3(seen[0], seen[1], seen[2]))
+            elif len(seen) == 4:
+                output = ops.depend(output, emit4(seen[0], seen[1], seen[2], seen[3]))
+            elif len(seen) == 5:
+                output = ops.depend(output, emit5(seen[0], seen[1], seen[2], seen[3], seen[4]))
+            elif len(seen) == 6:
+                output = ops.depend(output, emit6(seen[0], seen[1], seen[2], seen[3], seen[4], seen[5]))
+            else:
+                total = len(seen)
+                for index in range(total):
+                    place = Tensor([index, total], ms.int32)
+                    output = ops.depend(output, emit_part(seen[index], place))
+            if marked:
+                if isinstance(output, Tensor):
+                    if is_observed(output.shape, output.dtype):
+                        output = mark[0](output)
+                elif isinstance(output, tuple):
+                    with_marks = ()
+                    for index in range(len(output)):
+                        item = output[index]
+                        if index < _MARKED and isinstance(item, Tensor) and is_observed(item.shape, item.dtype):
+                            item = mark[index](item)
+                        with_marks = with_marks + (item,)  # type: ignore[assignment]
+                    output = with_marks
+            return output
+
+        return types.MethodType(construct, cell)
+
+
+def _guarded(sink: Sink, function: Callable[[tuple[Any, ...]], None]) -> Callable[[tuple[Any, ...]], None]:
+    def called(arrays: tuple[Any, ...]) -> None:
+        if sink.active:
+            sink.guard(function, arrays)
+
+    return called
+
+
+def guarded_note(sink: Sink, function: Callable[[Any, Any], int]) -> Callable[[Any, Any], int]:
+    def note(inputs: Any, outputs: Any) -> int:
+        sink.guard(function, inputs, outputs)
+        return 0
+
+    return note
+
+
+def graph_gradient_hook(name: str, sink: Sink) -> Callable[[Any], Any]:
+    """The same for a graph: parsed by MindSpore's compiler."""
+
+    def arrived(arrays: tuple[Any, ...]) -> None:
+        if sink.active:
+            sink.gradient(name, arrays[0])
+
+    emit = _emitter(1, arrived)
+
+    def hook(gradient):  # type: ignore[no-untyped-def]
+        return ops.depend(gradient, emit(ops.stop_gradient(gradient)))
+
+    return hook
