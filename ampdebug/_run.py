@@ -79,6 +79,17 @@ class Run(RecordReader):
         problems: One sentence for each damaged step that was left out so far.
     """
 
+    def __str__(self) -> str:
+        """The report: the cells that deserve a look and why, then a summary."""
+        from ampdebug.report.table import build_report  # reports read runs; only this method needs one
+
+        return str(build_report(self))
+
+    def _repr_html_(self) -> str:
+        from ampdebug.report.table import build_report
+
+        return build_report(self)._repr_html_()
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that have a file in the same directory, ascending."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
+import mindspore as ms
 from mindspore.train import Callback
 
 from ampdebug.hooks._session import Session
@@ -56,8 +57,18 @@ class AMPMonitor(Callback):
 
     def on_train_begin(self, run_context: Any) -> None:
         params = run_context.original_args()
-        self._session = Session(params.train_network, self._out, **self._options)
-        self._session.attach()
+        session = Session(params.train_network, self._out, **self._options)
+        if params.dataset_sink_mode and ms.get_context("device_target") != "CPU":
+            session.note(
+                "sink-mode",
+                "dataset_sink_mode=True: the device runs many steps between two calls of a callback, so only one "
+                "step of each sink is seen. Train with dataset_sink_mode=False while you look at the numbers.",
+            )
+        try:
+            session.attach()
+        except Exception as error:  # noqa: BLE001 - what the user asked for was checked before: this is ours
+            session.fail(error)
+        self._session = session
 
     def on_train_step_begin(self, run_context: Any) -> None:
         if self._session is not None:

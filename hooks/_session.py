@@ -30,6 +30,7 @@ from ampdebug.hooks._capture import Capture
 from ampdebug.hooks._cells import Place, asked_dtype, describe, find_train_cell, own_parameters, places
 from ampdebug.hooks._environment import describe_run, mode_name, rank_and_size
 from ampdebug.hooks._graph_probe import GraphProbe, graph_gradient_hook
+from ampdebug.hooks._lints import lint
 from ampdebug.hooks._live import LiveTensorBoard
 from ampdebug.hooks._loss_scale import read_learning_rate, read_scale, sort_outputs
 from ampdebug.hooks._parameters import ParameterWatch
@@ -137,8 +138,11 @@ class Session:
                 formats[parameter.name] = asked_dtype(place.inner) or "float16"
         root = self.places[""].inner
         self.parameters = ParameterWatch(list(root.get_parameters()), self.optimizer, formats)
-        self.writer.put_meta({**describe_run(self.target, self.places, level=self._level), "every": self.every})
+        meta = describe_run(self.target, self.places, level=self._level)
+        self.writer.put_meta({**meta, "every": self.every, "graph": "capture" if self._capture else "callback"})
         self._put_cells()
+        for event in lint(self.train_cell, self.optimizer, self.places, meta["amp_level"]):
+            self.note(event.kind, event.message, **event.data)
         try:
             _slots.listen(
                 {path: (place.outer, place.cell_type) for path, place in self.watched.items()},
