@@ -39,11 +39,11 @@ class Counter:
         self.parameter = parameter
         self._last = 0
 
-    def moved(self) -> bool:
-        """Whether it counted since it was last asked."""
+    def take(self) -> int:
+        """How far it counted since it was last asked."""
         now = int(self.parameter.asnumpy())
         before, self._last = self._last, now
-        return now != before
+        return now - before
 
 
 class Capture:
@@ -51,14 +51,15 @@ class Capture:
 
     Args:
         sink: The session.
-        limit: Bytes that all buffers together may take; what does not fit is left out and said.
+        limit: Bytes that all buffers together may take, ``LIMIT`` if None; what does not fit is left out and said.
     """
 
-    def __init__(self, sink: Sink, limit: int = LIMIT) -> None:
+    def __init__(self, sink: Sink, limit: int | None = None) -> None:
         self.sink = sink
-        self.limit = limit
+        self.limit = LIMIT if limit is None else limit
         self.bytes = 0
         self.left_out: list[str] = []
+        self.repeated: set[str] = set()
         self.version = 0
         self._probes: list[CaptureProbe] = []
         self._gradients: dict[str, tuple[Any, Counter]] = {}
@@ -113,7 +114,7 @@ class Capture:
         for probe in self._probes:
             probe.collect()
         for name, (target, counter) in reversed(self._gradients.items()):
-            if target is not None and counter.moved():
+            if target is not None and counter.take():
                 self.sink.gradient(name, target)
 
 
@@ -188,6 +189,9 @@ class CaptureProbe(GraphProbe):
     def collect(self) -> None:
         """Hands what the last step left in the buffers to the sink."""
         for layout, buffers, counter in zip(self.layouts, self._buffers, self._counters, strict=True):
-            if buffers and counter.moved():
+            calls = counter.take() if buffers else 0
+            if buffers and calls:
+                if calls > 1:
+                    self._capture.repeated.add(self.path)
                 inputs, outputs = layout.fill_seen([see(buffer) for buffer in buffers])
                 self.sink.graph_call(self.path, self.cell_type, inputs, outputs)

@@ -46,6 +46,14 @@ class Client(Protocol):
         """A graph was compiled between :meth:`install` and its undoing; the executor holds it under ``phase``."""
         ...
 
+    def silenced(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the client wants no probes in any graph."""
+        ...
+
+    def failed_to_compile(self, error: Exception) -> None:
+        """A graph compiled only without the client's probes."""
+        ...
+
 
 _clients: list[Client] = []
 _undo: contextlib.ExitStack | None = None
@@ -153,9 +161,25 @@ def _until_settled(compile_once: Callable[[], Any]) -> Any:
     """Compiles again where the probes learned something from compiling that changes them (see ``_capture``)."""
     for _ in range(3):
         before = _suffix()
-        result = compile_once()
+        try:
+            result = compile_once()
+        except Exception as error:
+            if not before:
+                raise
+            return _without_probes(compile_once, error)
         if _suffix() == before:
             break
+    return result
+
+
+def _without_probes(compile_once: Callable[[], Any], error: Exception) -> Any:
+    """The network does not compile with our probes in it: the user's own graph must, or the error is the user's."""
+    with contextlib.ExitStack() as stack:
+        for client in _clients:
+            stack.enter_context(client.silenced())
+        result = compile_once()
+    for client in list(_clients):
+        client.failed_to_compile(error)
     return result
 
 

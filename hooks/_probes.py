@@ -34,6 +34,10 @@ class Sink(Protocol):
         """A compiled hook for the gradient of a parameter."""
         ...
 
+    def failed_to_compile(self, error: Exception) -> None:
+        """A graph compiled only without this sink's probes."""
+        ...
+
     def guard(self, function: Callable[..., None] | Callable[..., int], *args: Any) -> None:
         """Calls ``function``; an exception in it ends the watching, not the training."""
         ...

@@ -117,6 +117,7 @@ class Session:
         self._sampled = False
         self._bad_in_a_row = 0
         self._said_silent = False
+        self._said_repeated = False
         self._cells_written = 0
         self._calls_seen = 0
         self._in_backward = False
@@ -285,6 +286,8 @@ class Session:
                 setattr(step, name, value)
         updated = self.parameters.after(self.recorder if sampled else None)
         if sampled:
+            self._note_poisoned()
+        if sampled:
             self._judge_sampled(step)
         bad = bool(step.overflow or step.nonfinite_gradients)
         step.update_skipped = False if updated else (bad or None if updated is False else None)
@@ -310,6 +313,20 @@ class Session:
                 f"{names}, ... are not recorded in graph mode; narrow cells= to those you need",
             )
             capture.left_out.clear()
+        if capture.repeated and not self._said_repeated:
+            self._said_repeated = True
+            names = ", ".join(sorted(capture.repeated)[:5])
+            self.note(
+                "capture-last-call",
+                f"cells that run several times in a step are recorded in graph mode with their last call only: {names}",
+            )
+
+    def _note_poisoned(self) -> None:
+        for name, (nan, pos_inf, neg_inf) in self.parameters.newly_poisoned().items():
+            counts = {"nan": nan, "pos_inf": pos_inf, "neg_inf": neg_inf}
+            words = ", ".join(f"{n} {word}" for n, word in ((nan, "NaN"), (pos_inf, "+inf"), (neg_inf, "-inf")) if n)
+            message = f"Step {self.step_number} left {name} with {words}; an update that is skipped does not undo that."
+            self.writer.put_event(Event(self.step_number, "buffer-not-finite", message, {"parameter": name, **counts}))
 
     def _judge_sampled(self, step: Step) -> None:
         recorder = self.recorder
@@ -401,6 +418,10 @@ class Session:
             return graph_gradient_hook(parameter.name, self)
         return self._capture.gradient_hook(parameter)
 
+    def failed_to_compile(self, error: Exception) -> None:
+        """The network compiled only without the probes."""
+        self.fail(error)
+
     def compiling(self) -> Callable[[], None]:
         """A graph with this session's probes is about to be compiled; returns what to call afterwards."""
         return self._precision.compiling()
@@ -425,12 +446,12 @@ class Session:
             return
         if self._in_backward and path in self._recomputed:
             return
-        started = time.perf_counter()
         self._calls_seen += 1
         tensors = [*call_leaves(args, kwargs)]
         inputs = len(tensors)
         tensors.extend(leaves(output))
         seen = [(slot, see(tensor)) for slot, tensor in tensors]
+        started = time.perf_counter()  # PyNative is asynchronous: up to here it is the network's own time
         self.recorder.cell_call(path, cell_type, seen[:inputs], seen[inputs:])
         if _pynative_executor.requires_grad():
             self._hook_outputs(path, cell_type, tensors[:inputs], tensors[inputs:])
@@ -457,9 +478,10 @@ class Session:
         self.guard(self._output_gradient, path, cell_type, call, slot, value)
 
     def _output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
-        started = time.perf_counter()
         self._in_backward = True
-        self.recorder.output_gradient(path, cell_type, call, slot, _seen(value))
+        seen = _seen(value)
+        started = time.perf_counter()
+        self.recorder.output_gradient(path, cell_type, call, slot, seen)
         self._own += time.perf_counter() - started
 
     def _take_reduced(self, gradients: list[Seen]) -> None:
@@ -497,13 +519,14 @@ class Session:
         self.guard(self._gradient, name, value, reduced)
 
     def _gradient(self, name: str, value: Any, reduced: bool) -> None:
-        started = time.perf_counter()
         self._calls_seen += 1
         self._in_backward = True
         owner = self._owners.get(name, "")
         if owner in self._recomputed and not reduced and name in self.recorder.gradients_seen:
             return  # in a graph it arrives once more for each time the cell's code was copied
-        self.recorder.gradient(name, owner, _seen(value), reduced=reduced)
+        seen = _seen(value)
+        started = time.perf_counter()
+        self.recorder.gradient(name, owner, seen, reduced=reduced)
         self._own += time.perf_counter() - started
 
     def take_gradients(self, gradients: Any) -> None:

@@ -7,8 +7,9 @@ own wrapper) is then back, bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,7 @@ class CellSlot:
             return
         method = self._original
         for listener in self.listeners:
-            if listener.sink.graph_token():
+            if wanted(listener.sink):
                 method = listener.graph_probe.construct(self.cell, method)
         if method is not self._original:
             self.cell.__dict__["construct"] = method
@@ -117,7 +118,7 @@ class ParameterSlot:
 
     def before_compiling(self, owner: Any) -> None:
         """Puts compiled hooks in place of the Python ones."""
-        self._set([sink.graph_gradient_hook(self.parameter) for sink in self.sinks if sink.graph_token()])
+        self._set([sink.graph_gradient_hook(self.parameter) for sink in self.sinks if wanted(sink)])
 
     def after_compiling(self) -> None:
         """Puts the Python hooks back."""
@@ -148,9 +149,10 @@ class _Registry:
         return list(found.values())
 
     def graph_token(self) -> str:
-        return ".".join(token for token in (sink.graph_token() for sink in self._known_sinks) if token)
+        return ".".join(token for token in (wanted(sink) for sink in self._known_sinks) if token)
 
     _known_sinks: tuple[Sink, ...] = ()
+    silent = False
 
     def changed(self) -> None:
         self._known_sinks = tuple(self.sinks())
@@ -188,11 +190,29 @@ class _Registry:
         for reader in self._graph_readers():
             reader.compiled(executor, phase)
 
+    @contextlib.contextmanager
+    def silenced(self) -> Iterator[None]:
+        self.silent = True
+        try:
+            yield
+        finally:
+            self.silent = False
+
+    def failed_to_compile(self, error: Exception) -> None:
+        for sink in self._known_sinks:
+            if wanted(sink):
+                sink.failed_to_compile(error)
+
     def _graph_readers(self) -> list[GraphReader]:
-        return [sink for sink in self._known_sinks if isinstance(sink, GraphReader) and sink.graph_token()]
+        return [sink for sink in self._known_sinks if isinstance(sink, GraphReader) and wanted(sink)]
 
 
 _registry = _Registry()
+
+
+def wanted(sink: Sink) -> str:
+    """The sink's token, ``""`` while no probes are to be in any graph."""
+    return "" if _registry.silent else sink.graph_token()
 
 
 def listen(cells: dict[str, tuple[Any, str]], parameters: list[Any], sink: Sink) -> None:

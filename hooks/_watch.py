@@ -227,6 +227,9 @@ class _TrainCellCalls:
     def graph_gradient_hook(self, parameter: Any) -> Callable[[Any], Any]:
         raise AssertionError("a train cell's calls have no gradient of their own")
 
+    def failed_to_compile(self, error: Exception) -> None:
+        raise AssertionError("a train cell carries no compiled probe") from error
+
     def guard(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._session.guard(function, *args)
 
