@@ -20,7 +20,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 
-from ampdebug.hooks._graph_probe import GraphProbe, Layout, guarded_note, is_observed, leaves, observed, shape_of
+from ampdebug.hooks._graph_probe import GraphProbe, Layout, guarded_note, leaves, observed, shape_of
 from ampdebug.hooks._probes import Sink
 from ampdebug.hooks._tensors import see
 
@@ -169,14 +169,12 @@ class CaptureProbe(GraphProbe):
         def construct(self, *args, **kwargs):  # type: ignore[no-untyped-def]
             output = original(*args, **kwargs)
             note(("tuple", (shape_of(args), shape_of(kwargs))), shape_of(output))
-            seen = ()
+            seen = leaves(args) + leaves(kwargs) + leaves(output)
             shapes = ()
             dtypes = ()
-            for leaf in leaves(args) + leaves(kwargs) + leaves(output):
-                if is_observed(leaf.shape, leaf.dtype):
-                    seen = seen + (ops.stop_gradient(leaf),)  # type: ignore[assignment]
-                    shapes = shapes + (leaf.shape,)  # type: ignore[assignment]
-                    dtypes = dtypes + (leaf.dtype,)  # type: ignore[assignment]
+            for leaf in seen:
+                shapes = shapes + (leaf.shape,)  # type: ignore[assignment]
+                dtypes = dtypes + (leaf.dtype,)  # type: ignore[assignment]
             for variant in range(variants):
                 if fits(variant, shapes, dtypes):
                     for index in range(len(seen)):

@@ -26,6 +26,15 @@ _FLOATS = (ms.float16, ms.float32, ms.float64, ms.bfloat16)
 _FLOAT_NAMES = tuple(dtype_name(dtype) for dtype in _FLOATS)
 # Outputs of a tuple whose gradients are asked for, at most.
 _MARKED = 6
+# Tensors that one callback takes; calls with more hand them over one by one.
+_MOST = 6
+
+
+@ops.constexpr
+def is_observed(shape: Any, dtype: Any) -> bool:
+    # An empty tensor makes the callback fail inside MindSpore; there is nothing to see in it anyway.
+    return dtype in _FLOATS and 0 not in shape
+
 
 leaves = ops.MultitypeFuncGraph("ampdebug_leaves")
 shape_of = ops.MultitypeFuncGraph("ampdebug_shape_of")
@@ -33,7 +42,9 @@ shape_of = ops.MultitypeFuncGraph("ampdebug_shape_of")
 
 @leaves.register("Tensor")
 def _leaves_tensor(value):  # type: ignore[no-untyped-def]
-    return (value,)
+    if is_observed(value.shape, value.dtype):
+        return (ops.stop_gradient(value),)
+    return ()
 
 
 @leaves.register("Tuple")
@@ -117,12 +128,6 @@ def _shape_of_string(value):  # type: ignore[no-untyped-def]
 @shape_of.register("None")
 def _shape_of_none(value):  # type: ignore[no-untyped-def]
     return ("none",)
-
-
-@ops.constexpr
-def is_observed(shape: Any, dtype: Any) -> bool:
-    # An empty tensor makes the callback fail inside MindSpore; there is nothing to see in it anyway.
-    return dtype in _FLOATS and 0 not in shape
 
 
 def _fixed_arity(count: int, function: Callable[[tuple[Any, ...]], Any]) -> Callable[..., Any]:
@@ -264,59 +269,58 @@ class GraphProbe:
         return ops.InsertGradientOf(seen)
 
     def construct(self, cell: Any, original: Callable[..., Any]) -> Any:
-        """The method to put into ``cell`` in place of ``original``."""
-        sink = self.sink
-        guarded = _guarded(sink, self._arrived)
-        emit1 = _emitter(1, guarded)
-        emit2 = _emitter(2, guarded)
-        emit3 = _emitter(3, guarded)
-        emit4 = _emitter(4, guarded)
-        emit5 = _emitter(5, guarded)
-        emit6 = _emitter(6, guarded)
-        emit_part = _emitter(2, _guarded(sink, self._part_arrived))
-        note = ops.constexpr(guarded_note(sink, self.traced))
-        marked = sink.wants_output_gradients
-        mark = tuple(self._marker(slot) for slot in ("", *(str(index) for index in range(1, _MARKED))))
+        """The method to put into ``cell`` in place of ``original``.
+
+        The traced functions are as short as can be: each line of them is compiled once for each watched cell, and an
+        ``if`` costs both of its branches.
+        """
+        guarded = _guarded(self.sink, self._arrived)
+        emitters = (_nothing, *(_emitter(count, guarded) for count in range(1, _MOST + 1)))
+        emit_part = _emitter(2, _guarded(self.sink, self._part_arrived))
+        note = ops.constexpr(guarded_note(self.sink, self.traced))
+
+        def emit_many(*seen):  # type: ignore[no-untyped-def]
+            token = 0
+            for index in range(len(seen)):
+                token = ops.depend(emit_part(seen[index], Tensor([index, len(seen)], ms.int32)), token)
+            return token
 
         def construct(self, *args, **kwargs):  # type: ignore[no-untyped-def]
             output = original(*args, **kwargs)
             note(("tuple", (shape_of(args), shape_of(kwargs))), shape_of(output))
-            seen = ()
-            for leaf in leaves(args) + leaves(kwargs) + leaves(output):
-                if is_observed(leaf.shape, leaf.dtype):
-                    seen = seen + (ops.stop_gradient(leaf),)  # type: ignore[assignment]
-            if len(seen) == 1:
-                output = ops.depend(output, emit1(seen[0]))
-            elif len(seen) == 2:
-                output = ops.depend(output, emit2(seen[0], seen[1]))
-            elif len(seen) == 3:
-                output = ops.depend(output, emit3(seen[0], seen[1], seen[2]))
-            elif len(seen) == 4:
-                output = ops.depend(output, emit4(seen[0], seen[1], seen[2], seen[3]))
-            elif len(seen) == 5:
-                output = ops.depend(output, emit5(seen[0], seen[1], seen[2], seen[3], seen[4]))
-            elif len(seen) == 6:
-                output = ops.depend(output, emit6(seen[0], seen[1], seen[2], seen[3], seen[4], seen[5]))
-            else:
-                total = len(seen)
-                for index in range(total):
-                    place = Tensor([index, total], ms.int32)
-                    output = ops.depend(output, emit_part(seen[index], place))
-            if marked:
-                if isinstance(output, Tensor):
-                    if is_observed(output.shape, output.dtype):
-                        output = mark[0](output)
-                elif isinstance(output, tuple):
-                    with_marks = ()
-                    for index in range(len(output)):
-                        item = output[index]
-                        if index < _MARKED and isinstance(item, Tensor) and is_observed(item.shape, item.dtype):
-                            item = mark[index](item)
-                        with_marks = with_marks + (item,)  # type: ignore[assignment]
-                    output = with_marks
+            seen = leaves(args) + leaves(kwargs) + leaves(output)
+            if len(seen) > _MOST:
+                return ops.depend(output, emit_many(*seen))
+            return ops.depend(output, emitters[len(seen)](*seen))
+
+        method = types.MethodType(construct, cell)
+        return self._marked(cell, method) if self.sink.wants_output_gradients else method
+
+    def _marked(self, cell: Any, original: Callable[..., Any]) -> Any:
+        """Adds what asks for the gradients of the outputs."""
+        mark = tuple(self._marker(slot) for slot in ("", *(str(index) for index in range(1, _MARKED))))
+
+        def construct(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+            output = original(*args, **kwargs)
+            if isinstance(output, Tensor):
+                if is_observed(output.shape, output.dtype):
+                    output = mark[0](output)
+            elif isinstance(output, tuple):
+                with_marks = ()
+                for index in range(len(output)):
+                    item = output[index]
+                    if index < _MARKED and isinstance(item, Tensor) and is_observed(item.shape, item.dtype):
+                        item = mark[index](item)
+                    with_marks = with_marks + (item,)  # type: ignore[assignment]
+                output = with_marks
             return output
 
         return types.MethodType(construct, cell)
+
+
+def _nothing() -> int:
+    """Stands for an emitter where a call has no tensor to show. Traced."""
+    return 0
 
 
 def _guarded(sink: Sink, function: Callable[[tuple[Any, ...]], None]) -> Callable[[tuple[Any, ...]], None]:
