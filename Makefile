@@ -21,6 +21,8 @@ unexport PYTHONPATH
 unexport PYTHONHOME
 
 PIP = -m pip install --quiet --disable-pip-version-check --no-input
+# Networks to try the monitor on. What it declares would bring a numpy that MindSpore breaks on: without dependencies.
+NET_ZOO = mindcv==0.3.0
 DEV = $(VENV)/.ampdebug-dev
 DEV_PURE = $(VENV_PURE)/.ampdebug-dev
 
@@ -34,6 +36,7 @@ $(DEV): pyproject.toml
 	@$(call make-venv,$(VENV))
 	@echo "installing ampdebug and its tools into $(VENV) (MindSpore is large: minutes the first time)"
 	@"$(VENV)/bin/python" $(PIP) --editable ".[dev]"
+	@"$(VENV)/bin/python" $(PIP) --no-deps $(NET_ZOO)
 	@touch "$@"
 
 # Everything of the dev environment but MindSpore: the requirements are read from our own metadata, so that they stand in

@@ -151,7 +151,7 @@ def _walk(outer: Any, path: str, found: dict[str, Place], by_id: dict[int, Place
         return
     place = Place(path, outer, inner, cell_type(inner))
     found[path] = by_id[id(inner)] = place
-    for name, child in inner.name_cells().items():
+    for name, child in inner._cells.items():  # name_cells() leaves out the second name of a shared child
         if child is None:
             continue
         child_path = f"{path}.{name}" if path else name

@@ -290,7 +290,7 @@ class GraphProbe:
             note(("tuple", (shape_of(args), shape_of(kwargs))), shape_of(output))
             seen = leaves(args) + leaves(kwargs) + leaves(output)
             if len(seen) > _MOST:
-                return ops.depend(output, emit_many(*seen))
+                return ops.depend(output, emit_many(*seen))  # type: ignore[no-untyped-call]
             return ops.depend(output, emitters[len(seen)](*seen))
 
         method = types.MethodType(construct, cell)

@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdebug._recorder import Seen, StepRecorder
-from ampdebug._stats import measure_update
+from ampdebug._stats import measure_update, nonfinite_counts
 from ampdebug.hooks._tensors import scalar, see
 
 _SMALL = 4096
 _FEW = 4
+# Buffers up to this size are looked at again after the step: the statistics of norms, not copies of whole weights.
+_BUFFER = 65_536
 
 
 class ParameterWatch:
@@ -41,10 +43,15 @@ class ParameterWatch:
         self._copies: dict[str, NDArray[Any]] = {}
         self._few_copies: dict[str, NDArray[Any]] = {}
         self._global_step: float | None = None
+        trained = {id(p) for p in self.trained}
+        self._buffers = [p for p in parameters if id(p) not in trained and p.size <= _BUFFER]
+        self._poisoned: set[str] | None = None
 
     def before(self, recorder: StepRecorder | None) -> None:
         """Takes the values before the step; ``recorder`` is given on a sampled step."""
         self._global_step = scalar(getattr(self.optimizer, "global_step", None))
+        if self._poisoned is None:
+            self._poisoned = set(self._nonfinite_buffers())
         trained = {id(p) for p in self.trained}
         if recorder is None:
             self._few_copies = {p.name: _copy(see(p)) for p in self._few}
@@ -73,6 +80,30 @@ class ParameterWatch:
         if moved or (step is not None and self._global_step is not None and step > self._global_step):
             return True
         return moved
+
+    def newly_poisoned(self) -> dict[str, tuple[int, int, int]]:
+        """Buffers that this step left with a value that is not finite, for the first time.
+
+        BatchNorm writes its moving statistics in the forward pass: a skipped update does not undo that, and the values
+        before the *next* step, where there is one, would be the first to show it.
+
+        Returns:
+            ``{name: (NaN, +inf, -inf)}``, how many of each.
+        """
+        assert self._poisoned is not None
+        found = {name: counts for name, counts in self._nonfinite_buffers().items() if name not in self._poisoned}
+        self._poisoned.update(found)
+        return found
+
+    def _nonfinite_buffers(self) -> dict[str, tuple[int, int, int]]:
+        found = {}
+        for parameter in self._buffers:
+            seen = see(parameter)
+            if seen.array is not None:
+                counts = nonfinite_counts(seen.array, bfloat16_bits=seen.dtype == "bfloat16")
+                if any(counts):
+                    found[parameter.name] = counts
+        return found
 
     def _moved(self, recorder: StepRecorder | None) -> bool | None:
         if recorder is None:

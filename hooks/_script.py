@@ -62,7 +62,7 @@ def run_script(
         watched.patch(stack)
         for name, own in (("argv", sys.argv), ("path", sys.path)):
             stack.callback(setattr, sys, name, own)
-        sys.argv = [os.fspath(path), *arguments]
+        sys.argv = [os.path.abspath(path), *arguments]  # runpy sets the first anyway
         # Python puts the folder of the script first, and resolves links to find it.
         sys.path = [os.path.dirname(os.path.realpath(path)), *sys.path]
         status = _run(os.path.abspath(path))

@@ -28,9 +28,11 @@ def select(places: dict[str, Place], cells: Any) -> dict[str, Place]:
     """
     if cells is None:
         return dict(places)
-    patterns = [cells] if isinstance(cells, (str, type)) else cells
-    if not isinstance(patterns, Iterable):
+    if not isinstance(cells, Iterable) and not isinstance(cells, type):
         raise ArgumentError(f"cells={cells!r}: must be a path glob, a cell class, or a list of these; None watches all")
+    patterns = [cells] if isinstance(cells, (str, type)) else list(cells)
+    if not patterns:
+        raise ArgumentError(f"cells={cells!r} picks no cell; None watches all")
     picked: set[str] = set()
     for pattern in patterns:
         found = {path for path, place in places.items() if _matches(pattern, place)}
@@ -48,7 +50,11 @@ def _matches(pattern: Any, place: Place) -> bool:
     if isinstance(pattern, str):
         return place.cell_type == pattern or any(fnmatchcase(path, pattern) for path in (place.path, *place.aliases))
     if isinstance(pattern, type) and issubclass(pattern, nn.Cell):
-        return isinstance(place.inner, pattern)
+        if isinstance(place.inner, pattern):
+            return True
+        # O1 derives its rewritten classes from copies of the originals: the same name, another object.
+        rewritten = place.cell_type != type(place.inner).__name__
+        return rewritten and any(base.__name__ == pattern.__name__ for base in type(place.inner).__mro__)
     raise ArgumentError(
         f"cells={pattern!r}: must be a path glob such as 'blocks.*.attn', a class name or a class such as nn.Softmax"
     )

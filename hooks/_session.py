@@ -170,7 +170,7 @@ class Session:
             self._live.close()
             self._live = None
         if not self.off:
-            self.writer.close(status)
+            self.guard(self.writer.close, status)
 
     def fail(self, error: Exception) -> None:
         """Switches the watching off and says why, once. The probes are taken out at the next step's border."""

@@ -41,9 +41,12 @@ class Watch:
         return self._session.last
 
     def __enter__(self) -> Watch:
-        self._session.attach()
-        if self._calls is not None:
-            self._calls.attach()
+        # What the user asked for was checked before: an error in here is ours, and the training goes on without us.
+        self._session.guard(self._session.attach)
+        if self._session.off:
+            self._session.detach()
+        elif self._calls is not None:
+            self._session.guard(self._calls.attach)
         else:
             self._session.begin()
         return self
@@ -207,9 +210,9 @@ class _TrainCellCalls:
         run_graph = self._cell.compile_and_run
 
         def compile_and_run(*args: Any, **kwargs: Any) -> Any:
-            self._session.begin()
+            self._begin()
             outputs = run_graph(*args, **kwargs)
-            self._session.end(outputs)
+            self._end(outputs)
             return outputs
 
         self._cell.__dict__["compile_and_run"] = compile_and_run
@@ -234,10 +237,22 @@ class _TrainCellCalls:
         return self._session.guard(function, *args)
 
     def entering(self, path: str) -> None:
-        self._session.begin()
+        self._begin()
 
     def python_call(self, path: str, cell_type: str, args: Any, kwargs: Any, output: Any) -> None:
-        self._session.end(output)
+        self._end(output)
+
+    def _begin(self) -> None:
+        self._session.begin()
+        self._leave_if_off()
+
+    def _end(self, outputs: Any) -> None:
+        self._session.end(outputs)
+        self._leave_if_off()
+
+    def _leave_if_off(self) -> None:
+        if self._session.off:
+            self.detach()
 
     def graph_call(self, path: str, cell_type: str, inputs: list[Any], outputs: list[Any]) -> None:
         raise AssertionError("a train cell carries no compiled probe")
