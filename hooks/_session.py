@@ -7,44 +7,36 @@ Whatever goes wrong in here is reported once and ends the watching, never the tr
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
 import mindspore as ms
 from mindspore import nn
-from mindspore.graph.api import _pynative_executor
 
 from ampdebug._errors import AmpdebugError, AmpdebugWarning, ArgumentError, NoObservationsError
-from ampdebug._recorder import Seen, StepRecorder
-from ampdebug._records import Event, Step
+from ampdebug._records import Event, Site, Step
 from ampdebug._store import RunWriter
 from ampdebug.hooks import _slots
 from ampdebug.hooks._capture import Capture
 from ampdebug.hooks._cells import Place, asked_dtype, describe, find_train_cell, own_parameters, places
 from ampdebug.hooks._environment import describe_run, mode_name, rank_and_size
-from ampdebug.hooks._graph_probe import GraphProbe, graph_gradient_hook
 from ampdebug.hooks._lints import lint
+from ampdebug.hooks._listener import Listener
 from ampdebug.hooks._live import LiveTensorBoard
 from ampdebug.hooks._loss_scale import read_learning_rate, read_scale, sort_outputs
 from ampdebug.hooks._parameters import ParameterWatch
-from ampdebug.hooks._precision_seen import PrecisionSeen
-from ampdebug.hooks._probes import output_gradient_hook
 from ampdebug.hooks._select import select
-from ampdebug.hooks._tensors import FLOATING, call_leaves, leaves, see, see_array
 
 # After a bad step the next ones are recorded whatever `every` says, at most so many in a row.
 _BAD_STEPS_RECORDED = 10
-_numbers = itertools.count(1)
 
 
-class Session:
+class Session(Listener):
     """Watches one network over one run.
 
     Args:
@@ -58,8 +50,8 @@ class Session:
         amp_level: What to note as the level instead of what is seen.
         silence: What to do when a recorded step yields nothing.
         graph: How values leave a compiled graph: by a Python ``callback`` (CPU only), or by ``capture`` in buffers on
-        the
-            device; ``auto`` takes callbacks where they work.
+            the device; ``auto`` takes callbacks where they work.
+        tensorboard: Directory for live TensorBoard files, or None.
     """
 
     def __init__(
@@ -84,84 +76,58 @@ class Session:
         if type(every) is not int or every < 1:
             raise ArgumentError(f"every={every!r}: must be a whole number of steps, 1 or more (1 records each step)")
         self.target = target
-        self.train_cell = find_train_cell(target)
-        self.optimizer = optimizer if optimizer is not None else getattr(self.train_cell, "optimizer", None)
-        self.scale_source = loss_scale if loss_scale is not None else self.train_cell
+        train_cell = find_train_cell(target)
+        self.optimizer = optimizer if optimizer is not None else getattr(train_cell, "optimizer", None)
+        self.scale_source = loss_scale if loss_scale is not None else train_cell
         self.every = every
         self.out = out
         self.silence = silence
-        self.active = False
-        if graph not in ("auto", "callback", "capture"):
-            raise ArgumentError(f"graph={graph!r}: must be 'auto', 'callback' (CPU only) or 'capture'")
-        on_cpu = ms.get_context("device_target") == "CPU"
-        self._capture = Capture(self) if graph == "capture" or (graph == "auto" and not on_cpu) else None
-        self.wants_output_gradients = False
         self.off = False
         self.begun = False
         self.last: Step | None = None
-        self.places = places(target)
-        self.watched = select(self.places, cells)
         self.rank, self.world_size = rank_and_size()
+        found = places(target)
+        formats = {p.name: _format(place) for place in found.values() for p in own_parameters(place.inner)}
+        parameters = ParameterWatch(list(found[""].inner.get_parameters()), self.optimizer, formats)
+        super().__init__(found, select(found, cells), self._site_id, parameters, train_cell, graph)
         self.writer = RunWriter(out, rank=self.rank, append=append)
         self.step_number = self.writer.last_step  # an appended run goes on counting
-        self.recorder = StepRecorder(
-            self.writer.site_id, _parents(self.watched), _with_watched_children(self.places, self.watched)
-        )
-        self._live = None if tensorboard is None else LiveTensorBoard(tensorboard, rank=self.rank, append=append)
+        self._live: LiveTensorBoard | None = None
+        self._tensorboard = tensorboard
+        self._append = append
         self._level = amp_level
-        self._owners = _owners(self.places, self.watched)
-        self._recomputed = _recomputed(self.places)
-        self._recomputed_calls: set[tuple[Any, ...]] = set()
-        self._token = f"ampdebug{next(_numbers)}"
-        self._precision = PrecisionSeen(self.places, self._not_seen)
         self._sampled = False
         self._bad_in_a_row = 0
         self._said_silent = False
         self._said_repeated = False
         self._cells_written = 0
-        self._calls_seen = 0
-        self._in_backward = False
-        self._gradients_unscaled = False
-        self._started = self._own = 0.0
+        self._started = 0.0
         self._scale: float | None = None
         self._rate: float | None = None
-        self._reduced: list[Any] = list(getattr(self.train_cell, "weights", ()))
-        self._hooked: dict[int, weakref.ref[Any]] = {}
-        self._tensor_handles: list[Any] = []
+
+    def _site_id(self, site: Site, shape: tuple[int, ...] | None) -> int:
+        return self.writer.site_id(site, shape)
 
     # -- begin and end of watching -------------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Puts the probes in and writes down what the run is. Everything is taken back if it fails."""
-        formats: dict[str, str] = {}
-        for place in self.places.values():
-            for parameter in own_parameters(place.inner):
-                formats[parameter.name] = asked_dtype(place.inner) or "float16"
-        root = self.places[""].inner
-        self.parameters = ParameterWatch(list(root.get_parameters()), self.optimizer, formats)
-        meta = describe_run(self.target, self.places, level=self._level)
-        self.writer.put_meta({**meta, "every": self.every, "graph": "capture" if self._capture else "callback"})
-        self._put_cells()
-        for event in lint(self.train_cell, self.optimizer, self.places, meta["amp_level"]):
-            self.note(event.kind, event.message, **event.data)
         try:
-            _slots.listen(
-                {path: (place.outer, place.cell_type) for path, place in self.watched.items()},
-                self.parameters.trained,
-                self,
-            )
-            reducer = getattr(self.train_cell, "grad_reducer", None)
-            if self.world_size > 1 and isinstance(reducer, nn.DistributedGradReducer):
-                _slots.listen({REDUCER_PATH: (reducer, type(reducer).__name__)}, [], self)
+            if self._tensorboard is not None:
+                self._live = LiveTensorBoard(self._tensorboard, rank=self.rank, append=self._append)
+            meta = describe_run(self.target, self.places, level=self._level)
+            self.writer.put_meta({**meta, "every": self.every, "graph": "capture" if self._capture else "callback"})
+            self._put_cells()
+            for event in lint(self.train_cell, self.optimizer, self.places, meta["amp_level"]):
+                self.note(event.kind, event.message, **event.data)
+            self._listen(self.world_size)
         except BaseException:
-            self.detach()
+            self.close("failed")
             raise
 
     def detach(self) -> None:
         """Takes everything out of the network again. May be called twice."""
-        self.active = False
-        self._precision.end_step()
-        _slots.ignore(self)
+        self._ignore()
 
     def close(self, status: Literal["finished", "failed"] = "finished") -> None:
         """Detaches and closes the file."""
@@ -217,11 +183,7 @@ class Session:
         self.step_number += 1
         due = (self.step_number - 1) % self.every == 0
         self._sampled = due or 0 < self._bad_in_a_row <= _BAD_STEPS_RECORDED
-        self.recorder.begin()
-        self._recomputed_calls.clear()
-        self._calls_seen = 0
-        self._in_backward = False
-        self._gradients_unscaled = False
+        self._forget()
         self._scale = read_scale(self.scale_source)
         self._rate = read_learning_rate(self.optimizer, evaluate=self._sampled)
         self.parameters.before(self.recorder if self._sampled else None)
@@ -256,9 +218,7 @@ class Session:
             self.detach()
             return None
         self.begun = False
-        self._hooked.clear()
-        while self._tensor_handles:
-            self._tensor_handles.pop().remove()
+        self._let_go()
         return step if isinstance(step, Step) else None
 
     def _end(self, outputs: Any, known: dict[str, Any]) -> Step:
@@ -287,7 +247,6 @@ class Session:
         updated = self.parameters.after(self.recorder if sampled else None)
         if sampled:
             self._note_poisoned()
-        if sampled:
             self._judge_sampled(step)
         bad = bool(step.overflow or step.nonfinite_gradients)
         step.update_skipped = False if updated else (bad or None if updated is False else None)
@@ -398,155 +357,6 @@ class Session:
             self._said_silent = True
             self.note("no-observation", message)
 
-    # -- what the probes say -------------------------------------------------------------------------------------------
-
-    def graph_token(self) -> str:
-        """Graphs compiled or run in a recorded step carry the probes; all others are the user's own."""
-        if not self.active:
-            return ""
-        if self._capture is not None:
-            return f"{self._token}c{self._capture.version}"
-        return f"{self._token}b" if self.wants_output_gradients else self._token
-
-    def graph_probe(self, path: str, cell_type: str) -> GraphProbe:
-        """A compiled probe for a cell."""
-        return GraphProbe(path, cell_type, self) if self._capture is None else self._capture.probe(path, cell_type)
-
-    def graph_gradient_hook(self, parameter: Any) -> Callable[[Any], Any]:
-        """A compiled hook for the gradient of a parameter."""
-        if self._capture is None:
-            return graph_gradient_hook(parameter.name, self)
-        return self._capture.gradient_hook(parameter)
-
-    def failed_to_compile(self, error: Exception) -> None:
-        """The network compiled only without the probes."""
-        self.fail(error)
-
-    def compiling(self) -> Callable[[], None]:
-        """A graph with this session's probes is about to be compiled; returns what to call afterwards."""
-        return self._precision.compiling()
-
-    def compiled(self, executor: Any, phase: str) -> None:
-        """It was compiled."""
-        self._precision.compiled(executor, phase)
-
-    def entering(self, path: str) -> None:
-        """A new forward pass begins with the outermost cell."""
-        self._precision.entering(path)
-        if not path:
-            self._in_backward = False
-
-    def python_call(self, path: str, cell_type: str, args: Any, kwargs: Any, output: Any) -> None:
-        """A watched cell ran as Python."""
-        self.guard(self._python_call, path, cell_type, args, kwargs, output)
-
-    def _python_call(self, path: str, cell_type: str, args: Any, kwargs: Any, output: Any) -> None:
-        if path == REDUCER_PATH:
-            self._take_reduced([see(tensor) for _, tensor in leaves(output)])
-            return
-        if self._in_backward and path in self._recomputed:
-            return
-        self._calls_seen += 1
-        tensors = [*call_leaves(args, kwargs)]
-        inputs = len(tensors)
-        tensors.extend(leaves(output))
-        seen = [(slot, see(tensor)) for slot, tensor in tensors]
-        started = time.perf_counter()  # PyNative is asynchronous: up to here it is the network's own time
-        self.recorder.cell_call(path, cell_type, seen[:inputs], seen[inputs:])
-        if _pynative_executor.requires_grad():
-            self._hook_outputs(path, cell_type, tensors[:inputs], tensors[inputs:])
-        self._own += time.perf_counter() - started
-
-    def _hook_outputs(self, path: str, cell_type: str, inputs: list[Any], outputs: list[Any]) -> None:
-        """Asks for the gradients of a call's outputs. A tensor that several cells hand on counts for the innermost."""
-        passed_on = {id(tensor) for _, tensor in inputs}
-        call = self.recorder.calls(path) - 1
-        for slot, tensor in outputs:
-            if id(tensor) in passed_on or isinstance(tensor, ms.Parameter) or tensor.dtype not in FLOATING:
-                continue
-            if not tensor._requires_grad:  # MindSpore refuses a hook on it
-                continue
-            known = self._hooked.get(id(tensor))
-            if known is not None and known() is tensor:
-                continue
-            self._hooked[id(tensor)] = weakref.ref(tensor)
-            hook = output_gradient_hook(path, cell_type, call, slot, self)
-            self._tensor_handles.append(tensor.register_hook(hook))
-
-    def output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
-        """The gradient of a cell's output arrived."""
-        self.guard(self._output_gradient, path, cell_type, call, slot, value)
-
-    def _output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
-        self._in_backward = True
-        seen = _seen(value)
-        started = time.perf_counter()
-        self.recorder.output_gradient(path, cell_type, call, slot, seen)
-        self._own += time.perf_counter() - started
-
-    def _take_reduced(self, gradients: list[Seen]) -> None:
-        """What came out of the reduction over ranks, in the order of the train cell's weights."""
-        started = time.perf_counter()
-        for parameter, seen in zip(self._reduced, gradients, strict=True):
-            self.recorder.gradient(parameter.name, "", seen, reduced=True)
-        self._own += time.perf_counter() - started
-
-    def graph_call(self, path: str, cell_type: str, inputs: list[Any], outputs: list[Any]) -> None:
-        """A watched cell ran in a graph."""
-        if path == REDUCER_PATH:
-            self._take_reduced([seen for _, seen in outputs])
-            return
-        started = time.perf_counter()
-        self._calls_seen += 1
-        if path in self._recomputed and self._repeats(path, [*inputs, *outputs]):
-            return
-        self.recorder.cell_call(path, cell_type, inputs, outputs)
-        self._own += time.perf_counter() - started
-
-    def _repeats(self, path: str, values: list[Any]) -> bool:
-        """Whether a recomputed cell's call is the second one with the same values.
-
-        A graph runs both whenever it likes, the backward pass may have begun before the first: only values tell.
-        """
-        contents = [(slot, hash(seen.array.tobytes())) for slot, seen in values if seen.array is not None]
-        key = (path, *contents)
-        known = key in self._recomputed_calls
-        self._recomputed_calls.add(key)
-        return known
-
-    def gradient(self, name: str, value: Any, *, reduced: bool = False) -> None:
-        """The gradient of a parameter arrived."""
-        self.guard(self._gradient, name, value, reduced)
-
-    def _gradient(self, name: str, value: Any, reduced: bool) -> None:
-        self._calls_seen += 1
-        self._in_backward = True
-        owner = self._owners.get(name, "")
-        if owner in self._recomputed and not reduced and name in self.recorder.gradients_seen:
-            return  # in a graph it arrives once more for each time the cell's code was copied
-        seen = _seen(value)
-        started = time.perf_counter()
-        self.recorder.gradient(name, owner, seen, reduced=reduced)
-        self._own += time.perf_counter() - started
-
-    def take_gradients(self, gradients: Any) -> None:
-        """Takes gradients that the caller holds, where none were seen arriving. They are unscaled already."""
-        if not self._sampled or self.recorder.gradients_seen:
-            return
-        values = [tensor for _, tensor in leaves(gradients)]
-        names = [p.name for p in self.parameters.in_order]
-        if len(values) != len(names):
-            raise ArgumentError(
-                f"grads has {len(values)} tensors, the optimizer {len(names)} parameters: give one each"
-            )
-        for name, tensor in zip(names, values, strict=True):
-            self._gradient(name, tensor, False)
-        self._gradients_unscaled = True
-
-
-REDUCER_PATH = "(reducer)"
-"""Path under which the gradient reducer of a data-parallel train cell is watched; never shown as a cell."""
-
 
 def _warn(message: str) -> None:
     try:
@@ -556,45 +366,10 @@ def _warn(message: str) -> None:
         sys.stderr.write(f"AmpdebugWarning: {warning}\n")
 
 
-def _seen(value: Any) -> Seen:
-    """A tensor, or what a compiled graph hands to a callback."""
-    if isinstance(value, ms.Tensor):
-        return see(value)
-    return see_array(value, str(getattr(value, "dtype", "float32")), tuple(getattr(value, "shape", ())))
-
-
 def _finite(value: float) -> bool:
     return value - value == 0.0
 
 
-def _parents(watched: dict[str, Place]) -> dict[str, str]:
-    parents: dict[str, str] = {}
-    for path in watched:
-        for above in _above(path):
-            if above in watched:
-                parents[path] = above
-                break
-    return parents
-
-
-def _above(path: str) -> Iterator[str]:
-    while path and not path.startswith("("):
-        path = path.rpartition(".")[0]
-        yield path
-
-
-def _with_watched_children(places: dict[str, Place], watched: dict[str, Place]) -> list[str]:
-    return [path for path in watched if any(child in watched for child in places[path].children)]
-
-
-def _owners(places: dict[str, Place], watched: dict[str, Place]) -> dict[str, str]:
-    return {p.name: path for path, place in places.items() for p in own_parameters(place.inner)}
-
-
-def _recomputed(places: dict[str, Place]) -> set[str]:
-    roots = [path for path, place in places.items() if place.inner._recompute_cell is not None or _flagged(place.inner)]
-    return {path for path in places if any(path == root or path.startswith(f"{root}.") or not root for root in roots)}
-
-
-def _flagged(cell: Any) -> bool:
-    return bool(cell.get_flags().get("recompute", False)) if hasattr(cell, "get_flags") else False
+def _format(place: Place) -> str:
+    """The format that a cell's weights are rounded to when it computes; float16 where nothing says."""
+    return asked_dtype(place.inner) or "float16"

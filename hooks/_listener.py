@@ -1,0 +1,298 @@
+"""What the probes say, turned into a step's observations.
+
+:class:`Listener` is the sink that all probes of a session talk to (see ``_probes``). It tells a forward pass from its
+recomputation, asks for the gradients of outputs in PyNative mode, and hands everything to the recorder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import mindspore as ms
+from mindspore import nn
+from mindspore.graph.api import _pynative_executor
+
+from ampdebug._errors import ArgumentError
+from ampdebug._recorder import Seen, StepRecorder
+from ampdebug.hooks import _slots
+from ampdebug.hooks._capture import Capture
+from ampdebug.hooks._cells import Place, own_parameters
+from ampdebug.hooks._graph_probe import GraphProbe, graph_gradient_hook
+from ampdebug.hooks._parameters import ParameterWatch
+from ampdebug.hooks._precision_seen import PrecisionSeen
+from ampdebug.hooks._probes import output_gradient_hook
+from ampdebug.hooks._tensors import FLOATING, call_leaves, leaves, see, see_array
+
+_numbers = itertools.count(1)
+
+REDUCER_PATH = "(reducer)"
+"""Path under which the gradient reducer of a data-parallel train cell is watched; never shown as a cell."""
+
+
+class Listener:
+    """The listening half of a session; the other half, ``Session``, says when a step begins and ends.
+
+    Args:
+        places: All cells of the network.
+        watched: Those that are watched.
+        register: Gives a site its number.
+        parameters: What is known of the parameters.
+        train_cell: The train cell, or None.
+        graph: See ``Session``.
+    """
+
+    def __init__(
+        self,
+        places: dict[str, Place],
+        watched: dict[str, Place],
+        register: Callable[..., int],
+        parameters: ParameterWatch,
+        train_cell: Any,
+        graph: Literal["auto", "callback", "capture"],
+    ) -> None:
+        if graph not in ("auto", "callback", "capture"):
+            raise ArgumentError(f"graph={graph!r}: must be 'auto', 'callback' (CPU only) or 'capture'")
+        on_cpu = ms.get_context("device_target") == "CPU"
+        self.active = False
+        self.wants_output_gradients = False
+        self.places = places
+        self.watched = watched
+        self.parameters = parameters
+        self.train_cell = train_cell
+        self.recorder = StepRecorder(register, _parents(watched), _with_watched_children(places, watched))
+        self._capture = Capture(self) if graph == "capture" or (graph == "auto" and not on_cpu) else None
+        self._precision = PrecisionSeen(places, self._not_seen)
+        self._token = f"ampdebug{next(_numbers)}"
+        self._owners = {p.name: path for path, place in places.items() for p in own_parameters(place.inner)}
+        self._reduced: list[Any] = list(getattr(train_cell, "weights", ()))
+        self._recomputed = _recomputed(places)
+        self._recomputed_calls: set[tuple[Any, ...]] = set()
+        self._hooked: dict[int, weakref.ref[Any]] = {}
+        self._tensor_handles: list[Any] = []
+        self._calls_seen = 0
+        self._in_backward = False
+        self._gradients_unscaled = False
+        self._own = 0.0
+
+    def guard(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls ``function``; an exception in it ends the watching, not the training."""
+        raise NotImplementedError
+
+    def fail(self, error: Exception) -> None:
+        """Ends the watching and says why."""
+        raise NotImplementedError
+
+    def _not_seen(self, message: str) -> None:
+        raise NotImplementedError
+
+    def _listen(self, world_size: int) -> None:
+        """Puts the probes in."""
+        cells = {path: (place.outer, place.cell_type) for path, place in self.watched.items()}
+        _slots.listen(cells, self.parameters.trained, self)
+        reducer = getattr(self.train_cell, "grad_reducer", None)
+        if world_size > 1 and isinstance(reducer, nn.DistributedGradReducer):
+            _slots.listen({REDUCER_PATH: (reducer, type(reducer).__name__)}, [], self)
+
+    def _ignore(self) -> None:
+        """Takes the probes out."""
+        self.active = False
+        self._precision.end_step()
+        self._let_go()
+        _slots.ignore(self)
+
+    def _forget(self) -> None:
+        """Nothing of the last step is left."""
+        self.recorder.begin()
+        self._recomputed_calls.clear()
+        self._calls_seen = 0
+        self._in_backward = False
+        self._gradients_unscaled = False
+
+    def _let_go(self) -> None:
+        """Takes the hooks off the step's tensors."""
+        self._hooked.clear()
+        while self._tensor_handles:
+            self._tensor_handles.pop().remove()
+
+    def graph_token(self) -> str:
+        """Graphs compiled or run in a recorded step carry the probes; all others are the user's own."""
+        if not self.active:
+            return ""
+        if self._capture is not None:
+            return f"{self._token}c{self._capture.version}"
+        return f"{self._token}b" if self.wants_output_gradients else self._token
+
+    def graph_probe(self, path: str, cell_type: str) -> GraphProbe:
+        """A compiled probe for a cell."""
+        return GraphProbe(path, cell_type, self) if self._capture is None else self._capture.probe(path, cell_type)
+
+    def graph_gradient_hook(self, parameter: Any) -> Callable[[Any], Any]:
+        """A compiled hook for the gradient of a parameter."""
+        if self._capture is None:
+            return graph_gradient_hook(parameter.name, self)
+        return self._capture.gradient_hook(parameter)
+
+    def failed_to_compile(self, error: Exception) -> None:
+        """The network compiled only without the probes."""
+        self.fail(error)
+
+    def compiling(self) -> Callable[[], None]:
+        """A graph with this session's probes is about to be compiled; returns what to call afterwards."""
+        return self._precision.compiling()
+
+    def compiled(self, executor: Any, phase: str) -> None:
+        """It was compiled."""
+        self._precision.compiled(executor, phase)
+
+    def entering(self, path: str) -> None:
+        """A new forward pass begins with the outermost cell."""
+        self._precision.entering(path)
+        if not path:
+            self._in_backward = False
+
+    def python_call(self, path: str, cell_type: str, args: Any, kwargs: Any, output: Any) -> None:
+        """A watched cell ran as Python."""
+        self.guard(self._python_call, path, cell_type, args, kwargs, output)
+
+    def _python_call(self, path: str, cell_type: str, args: Any, kwargs: Any, output: Any) -> None:
+        if path == REDUCER_PATH:
+            self._take_reduced([see(tensor) for _, tensor in leaves(output)])
+            return
+        if self._in_backward and path in self._recomputed:
+            return
+        self._calls_seen += 1
+        tensors = [*call_leaves(args, kwargs)]
+        inputs = len(tensors)
+        tensors.extend(leaves(output))
+        seen = [(slot, see(tensor)) for slot, tensor in tensors]
+        started = time.perf_counter()  # PyNative is asynchronous: up to here it is the network's own time
+        self.recorder.cell_call(path, cell_type, seen[:inputs], seen[inputs:])
+        if _pynative_executor.requires_grad():
+            self._hook_outputs(path, cell_type, tensors[:inputs], tensors[inputs:])
+        self._own += time.perf_counter() - started
+
+    def _hook_outputs(self, path: str, cell_type: str, inputs: list[Any], outputs: list[Any]) -> None:
+        """Asks for the gradients of a call's outputs. A tensor that several cells hand on counts for the innermost."""
+        passed_on = {id(tensor) for _, tensor in inputs}
+        call = self.recorder.calls(path) - 1
+        for slot, tensor in outputs:
+            if id(tensor) in passed_on or isinstance(tensor, ms.Parameter) or tensor.dtype not in FLOATING:
+                continue
+            if not tensor._requires_grad:  # MindSpore refuses a hook on it
+                continue
+            known = self._hooked.get(id(tensor))
+            if known is not None and known() is tensor:
+                continue
+            self._hooked[id(tensor)] = weakref.ref(tensor)
+            hook = output_gradient_hook(path, cell_type, call, slot, self)
+            self._tensor_handles.append(tensor.register_hook(hook))
+
+    def output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
+        """The gradient of a cell's output arrived."""
+        self.guard(self._output_gradient, path, cell_type, call, slot, value)
+
+    def _output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
+        self._in_backward = True
+        seen = _seen(value)
+        started = time.perf_counter()
+        self.recorder.output_gradient(path, cell_type, call, slot, seen)
+        self._own += time.perf_counter() - started
+
+    def _take_reduced(self, gradients: list[Seen]) -> None:
+        """What came out of the reduction over ranks, in the order of the train cell's weights."""
+        started = time.perf_counter()
+        for parameter, seen in zip(self._reduced, gradients, strict=True):
+            self.recorder.gradient(parameter.name, "", seen, reduced=True)
+        self._own += time.perf_counter() - started
+
+    def graph_call(self, path: str, cell_type: str, inputs: list[Any], outputs: list[Any]) -> None:
+        """A watched cell ran in a graph."""
+        if path == REDUCER_PATH:
+            self._take_reduced([seen for _, seen in outputs])
+            return
+        started = time.perf_counter()
+        self._calls_seen += 1
+        if path in self._recomputed and self._repeats(path, [*inputs, *outputs]):
+            return
+        self.recorder.cell_call(path, cell_type, inputs, outputs)
+        self._own += time.perf_counter() - started
+
+    def _repeats(self, path: str, values: list[Any]) -> bool:
+        """Whether a recomputed cell's call is the second one with the same values.
+
+        A graph runs both whenever it likes, the backward pass may have begun before the first: only values tell.
+        """
+        contents = [(slot, hash(seen.array.tobytes())) for slot, seen in values if seen.array is not None]
+        key = (path, *contents)
+        known = key in self._recomputed_calls
+        self._recomputed_calls.add(key)
+        return known
+
+    def gradient(self, name: str, value: Any, *, reduced: bool = False) -> None:
+        """The gradient of a parameter arrived."""
+        self.guard(self._gradient, name, value, reduced)
+
+    def _gradient(self, name: str, value: Any, reduced: bool) -> None:
+        self._calls_seen += 1
+        self._in_backward = True
+        owner = self._owners.get(name, "")
+        if owner in self._recomputed and not reduced and name in self.recorder.gradients_seen:
+            return  # in a graph it arrives once more for each time the cell's code was copied
+        seen = _seen(value)
+        started = time.perf_counter()
+        self.recorder.gradient(name, owner, seen, reduced=reduced)
+        self._own += time.perf_counter() - started
+
+    def take_gradients(self, gradients: Any) -> None:
+        """Takes gradients that the caller holds, where none were seen arriving. They are unscaled already."""
+        if not self.active or self.recorder.gradients_seen:
+            return
+        values = [tensor for _, tensor in leaves(gradients)]
+        names = [p.name for p in self.parameters.in_order]
+        if len(values) != len(names):
+            raise ArgumentError(
+                f"grads has {len(values)} tensors, the optimizer {len(names)} parameters: give one each"
+            )
+        for name, tensor in zip(names, values, strict=True):
+            self._gradient(name, tensor, False)
+        self._gradients_unscaled = True
+
+
+def _seen(value: Any) -> Seen:
+    """A tensor, or what a compiled graph hands to a callback."""
+    if isinstance(value, ms.Tensor):
+        return see(value)
+    return see_array(value, str(getattr(value, "dtype", "float32")), tuple(getattr(value, "shape", ())))
+
+
+def _parents(watched: dict[str, Place]) -> dict[str, str]:
+    parents: dict[str, str] = {}
+    for path in watched:
+        for above in _above(path):
+            if above in watched:
+                parents[path] = above
+                break
+    return parents
+
+
+def _above(path: str) -> Iterator[str]:
+    while path and not path.startswith("("):
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _with_watched_children(places: dict[str, Place], watched: dict[str, Place]) -> list[str]:
+    return [path for path in watched if any(child in watched for child in places[path].children)]
+
+
+def _recomputed(places: dict[str, Place]) -> set[str]:
+    roots = [path for path, place in places.items() if place.inner._recompute_cell is not None or _flagged(place.inner)]
+    return {path for path in places if any(path == root or path.startswith(f"{root}.") or not root for root in roots)}
+
+
+def _flagged(cell: Any) -> bool:
+    return bool(cell.get_flags().get("recompute", False)) if hasattr(cell, "get_flags") else False
