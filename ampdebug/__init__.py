@@ -1,6 +1,6 @@
 """ampdebug: see what mixed precision does to every layer of a MindSpore training run.
 
-Measure while training (these two need MindSpore)::
+Measure while training (this needs MindSpore)::
 
     monitor = ampdebug.AMPMonitor("runs/exp1")              # a mindspore Callback
     model.train(3, data, callbacks=[monitor])
@@ -13,6 +13,11 @@ Read afterwards, anywhere::
     run = ampdebug.open_run("runs/exp1")
     print(run)                                              # the cells that deserve a look, then a summary
     ampdebug.write_tensorboard(run, "runs/tb")
+
+Ask what is wrong::
+
+    print(ampdebug.check(net, x, y, loss_fn=loss_fn))       # one instrumented step, before the real training
+    print(ampdebug.diagnose("runs/exp1"))                   # a recorded run, or a log of any common framework
 
 This page is the whole public interface; modules whose name starts with an underscore may change.
 """
@@ -42,44 +47,80 @@ __all__ = [
     "ArgumentError",
     "Birth",
     "Cell",
+    "DeepSpeedScale",
+    "Diagnosis",
+    "DynamicScale",
     "Event",
+    "Evidence",
+    "Finding",
     "FormatError",
     "NoObservationsError",
     "Report",
     "Run",
     "RunExistsError",
+    "ScaleSimulation",
     "Site",
+    "StaticScale",
     "Step",
     "StoreError",
     "TensorBoardSink",
     "TensorStats",
+    "TorchScale",
+    "Trace",
     "__version__",
     "build_report",
+    "check",
+    "diagnose",
     "export",
     "open_run",
+    "simulate_scale",
     "summarize",
     "watch",
     "write_tensorboard",
 ]
 
 if TYPE_CHECKING:
+    from ampdebug._diagnose import Diagnosis, diagnose
     from ampdebug._export import export
     from ampdebug._run import Run, open_run
+    from ampdebug._scale import (
+        DeepSpeedScale,
+        DynamicScale,
+        ScaleSimulation,
+        StaticScale,
+        TorchScale,
+        simulate_scale,
+    )
     from ampdebug._stats import TensorStats, summarize
+    from ampdebug._trace import Trace
     from ampdebug.hooks import AMPMonitor, watch
+    from ampdebug.hooks._preflight import check
     from ampdebug.report import Report, TensorBoardSink, build_report, write_tensorboard
+    from ampdebug.rules import Evidence, Finding
 else:
     # Loaded at first use, so that the command line starts quickly and MindSpore is imported only by who measures.
     # Hidden from type checkers: a visible __getattr__ makes them accept any misspelt name.
     _LAZY = {
         "AMPMonitor": "ampdebug.hooks",
+        "DeepSpeedScale": "ampdebug._scale",
+        "Diagnosis": "ampdebug._diagnose",
+        "DynamicScale": "ampdebug._scale",
+        "Evidence": "ampdebug.rules",
+        "Finding": "ampdebug.rules",
         "Report": "ampdebug.report",
         "Run": "ampdebug._run",
+        "ScaleSimulation": "ampdebug._scale",
+        "StaticScale": "ampdebug._scale",
         "TensorBoardSink": "ampdebug.report",
         "TensorStats": "ampdebug._stats",
+        "TorchScale": "ampdebug._scale",
+        "Trace": "ampdebug._trace",
         "build_report": "ampdebug.report",
+        "check": "ampdebug.hooks._preflight",
+        "diagnose": "ampdebug._diagnose",
         "export": "ampdebug._export",
         "open_run": "ampdebug._run",
+        "simulate_scale": "ampdebug._scale",
         "summarize": "ampdebug._stats",
         "watch": "ampdebug.hooks",
         "write_tensorboard": "ampdebug.report",

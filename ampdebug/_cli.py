@@ -1,12 +1,14 @@
 """The command line: every command is a few lines over the public interface.
 
 Exit codes: 0 done; 1 it could not be done (no such run, a damaged file, a full disk, the script failed); 2 the command
-line is wrong. Errors are one line on stderr.
+line is wrong. Errors are one line on stderr. For scripts, ``diagnose`` and ``check`` return 0 nothing is wrong; 1 there
+are findings; 2 it could not be read or run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -67,29 +69,65 @@ def _run(arguments: argparse.Namespace) -> int:
             "`ampdebug run` trains with MindSpore, which is not installed here: pip install 'mindspore>=2.10'. Reading "
             "a recorded run works without"
         ) from error
-    run_script(arguments.script, arguments.arguments, out=arguments.out, every=arguments.every)
-    return 0
+    return run_script(arguments.script, arguments.arguments, out=arguments.out, every=arguments.every)
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
+    found = ampdebug.diagnose(
+        arguments.path,
+        format=arguments.format,
+        pattern=arguments.pattern,
+        against=arguments.against,
+        progress=_progress("reading", share=True),
+    )
+    return _answer(found, as_json=arguments.json)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    try:
+        from ampdebug.hooks._preflight_target import check_target
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "mindspore":
+            raise
+        raise AmpdebugError(
+            "`ampdebug check` runs the network with MindSpore, which is not installed here: pip install "
+            "'mindspore>=2.10'. `ampdebug diagnose` works without"
+        ) from error
+    return _answer(check_target(arguments.target, level=arguments.level), as_json=arguments.json)
+
+
+def _answer(found: ampdebug.Diagnosis, *, as_json: bool) -> int:
+    print(json.dumps(found.to_dict(), indent=1, allow_nan=False) if as_json else found)
+    return 0 if found.ok else 1
 
 
 def _rank(run: ampdebug.Run, rank: int | None) -> ampdebug.Run:
     return run if rank is None else run.rank(rank)
 
 
-def _progress(what: str) -> Callable[[int, int], None] | None:
-    """A line on a terminal's stderr that counts the steps, once it has taken a second; nothing where nobody looks."""
+def _progress(what: str, *, share: bool = False) -> Callable[[int, int | None], None] | None:
+    """A line on a terminal's stderr that counts, once it has taken a second; nothing where nobody looks.
+
+    Args:
+        what: Comes before the count.
+        share: What is counted is bytes: show the share of all, or megabytes where their number is unknown.
+    """
     if not sys.stderr.isatty():
         return None
     start = time.monotonic()
     shown = [0.0]
 
-    def show(done: int, total: int) -> None:
+    def show(done: int, total: int | None) -> None:
         now = time.monotonic()
-        if done >= total:
+        if total is not None and done >= total:
             if shown[0]:
                 print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         elif now - start > 1 and now - shown[0] > 0.1:
             shown[0] = now
-            print(f"\r{what}: {done} of {total}", end="", file=sys.stderr, flush=True)
+            count = f"{done} of {total}"
+            if share:
+                count = f"{done / 1e6:.0f} MB" if total is None else f"{100 * done // max(1, total)} %"
+            print(f"\r{what}: {count}", end="", file=sys.stderr, flush=True)
 
     return show
 
@@ -111,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        made.set_defaults(function=function)
+        made.set_defaults(function=function, unreadable=1)
         return made
 
     def reads_run(made: argparse.ArgumentParser, *, rank: bool = True) -> None:
@@ -137,6 +175,28 @@ def _parser() -> argparse.ArgumentParser:
     made = command("tensorboard", _tensorboard, "Write TensorBoard event files.")
     reads_run(made, rank=False)
     made.add_argument("logdir", metavar="LOGDIR", help="a directory without event files; made if missing")
+
+    made = command("diagnose", _diagnose, "Say what happened to the numbers of a run and why.")
+    made.add_argument(
+        "path", metavar="PATH", help="a training log (also .gz, .bz2, .xz), a recorded run, or - for stdin"
+    )
+    made.add_argument("--json", action="store_true", help="the findings as JSON")
+    made.add_argument("--format", metavar="NAME", help="read this log format only (default: recognised by itself)")
+    made.add_argument(
+        "--pattern", metavar="REGEX", help="a log format of your own: named groups step, loss, scale, ..."
+    )
+    made.add_argument("--against", metavar="PATH", help="a second run or log: where and how the two part")
+    made.set_defaults(unreadable=2)
+
+    made = command("check", _check, "Run one instrumented training step of a network and say what is wrong with it.")
+    made.add_argument(
+        "target",
+        metavar="MODULE:FACTORY",
+        help="a function that returns (net, inputs[, loss_fn[, optimizer]]), in a module or a file.py",
+    )
+    made.add_argument("--level", choices=("O0", "O1", "O2", "O3", "auto"), help="convert the network to it first")
+    made.add_argument("--json", action="store_true", help="the findings as JSON")
+    made.set_defaults(unreadable=2)
 
     made = command("run", _run, "Run a training script as it is, with the monitor on.")
     made.usage = "ampdebug run [-h] [--every N] [--out DIR] train.py ARGS…"
@@ -167,4 +227,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (AmpdebugError, OSError) as error:
         print(f"ampdebug {parsed.command}: {error}", file=sys.stderr)
-        return 1
+        unreadable: int = parsed.unreadable
+        return unreadable

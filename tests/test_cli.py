@@ -156,13 +156,85 @@ def test_tensorboard_writes_and_names_the_file(run: Run) -> None:
     assert "already holds event files" in expect(ampdebug_command("tensorboard", "run", "logs"), 2)
 
 
+# --- diagnose, check ------------------------------------------------------------------------------------------------
+
+DIVERGING = "".join(f"epoch: 1 step: {i}, loss is {2.0 - i / 100 if i < 20 else math.nan}\n" for i in range(1, 31))
+HEALTHY = "".join(f"epoch: 1 step: {i}, loss is {2.0 - i / 100}\n" for i in range(1, 101))
+
+
+def test_diagnose_says_what_is_wrong_and_exits_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.log").write_text(DIVERGING)
+    found = ampdebug.diagnose("train.log")
+    shown = ampdebug_command("diagnose", "train.log")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (1, f"{found}\n", "")
+    as_json = ampdebug_command("diagnose", "train.log", "--json")
+    assert as_json.returncode == 1
+    data = json.loads(as_json.stdout)
+    assert data == found.to_dict()
+    assert data["verdict"] == "findings"
+    assert set(data["findings"][0]) >= {
+        *("slug", "sentence", "severity", "confidence", "first_step", "last_step", "where", "evidence", "action")
+    }
+
+
+def test_diagnose_of_a_healthy_log_exits_with_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.log").write_text(HEALTHY)
+    assert "nothing is wrong" in expect(ampdebug_command("diagnose", "train.log"), 0)
+    assert json.loads(expect(ampdebug_command("diagnose", "train.log", "--json"), 0))["verdict"] == "ok"
+    both = ampdebug_command("diagnose", "train.log", "--against", "train.log")
+    assert "Compared with" in expect(both, 0)
+
+
+def test_diagnose_reads_standard_input_and_layouts_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "ampdebug", "diagnose", "-"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    piped = subprocess.run(command, input=DIVERGING, capture_output=True, text=True, env=env, check=False, timeout=120)
+    assert piped.returncode == 1
+    Path("own.log").write_text("".join(f"it={i} L={2.0 if i < 20 else math.nan}\n" for i in range(1, 31)))
+    own = ampdebug_command("diagnose", "own.log", "--pattern", r"it=(?P<step>\d+) L=(?P<loss>\S+)")
+    assert own.returncode == 1
+    assert "nan" in own.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.log"], "nowhere.log"),
+        (["empty.log"], "holds no line of a training step"),
+        (["empty.log", "--format", "no-such"], "no-such"),
+        (["empty.log", "--pattern", "("], "pattern"),
+        ([], "PATH"),
+    ],
+)
+def test_diagnose_exits_with_2_where_it_cannot_read(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.log").write_text("nothing here\n")
+    assert words in expect(ampdebug_command("diagnose", *arguments), 2)
+
+
+def test_check_without_mindspore_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    hidden = tmp_path / "hidden" / "mindspore"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ModuleNotFoundError('hidden', name='mindspore')")
+    path = os.pathsep.join([str(hidden.parent), str(ROOT)])
+    said = expect(ampdebug_command("check", "net.py:make", env={"PYTHONPATH": path}), 2)
+    assert "`ampdebug check` runs the network with MindSpore, which is not installed here: pip install" in said
+    assert "invalid choice: 'O5'" in expect(ampdebug_command("check", "net.py:make", "--level", "O5"), 2)
+
+
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
 def test_version_and_help() -> None:
     assert expect(ampdebug_command("--version"), 0) == f"ampdebug {ampdebug.__version__}\n"
     shown = expect(ampdebug_command("--help"), 0)
-    for name in ("report", "export", "tensorboard", "run"):
+    for name in ("report", "export", "tensorboard", "diagnose", "check", "run"):
         assert f"\n    {name}" in shown
         assert "usage: ampdebug" in expect(ampdebug_command(name, "--help"), 0)
 
@@ -192,7 +264,7 @@ def cpu_seconds(arguments: list[str]) -> float:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="os.times() does not count child processes on Windows")
-@pytest.mark.parametrize("arguments", [["--version"], ["report", "run"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["report", "run"], ["diagnose", "run"]])
 def test_start_up_takes_less_than_a_third_of_a_second_more_than_python(run: Run, arguments: list[str]) -> None:
     """A heavy import must fail it: MindSpore alone takes over a second."""
     bare = cpu_seconds(["-c", "pass"])
@@ -227,6 +299,13 @@ def test_progress_is_shown_on_a_terminal_only_when_it_takes_long(monkeypatch: py
     assert capsys.readouterr().err == "\rreading steps: 50 of 100"
     show(100, 100)
     assert capsys.readouterr().err == "\r\x1b[K"
+    show = _cli._progress("reading", share=True)
+    assert show is not None
+    clock[0] += 1.5
+    show(5_000_000, 20_000_000)
+    clock[0] += 1.5
+    show(7_000_000, None)
+    assert capsys.readouterr().err == "\rreading: 25 %\rreading: 7 MB"
 
 
 def test_a_nan_loss_is_printed(record: Callable[..., Run]) -> None:
