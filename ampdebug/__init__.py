@@ -46,6 +46,7 @@ __all__ = [
     "AmpdebugWarning",
     "ArgumentError",
     "Birth",
+    "BisectResult",
     "Cell",
     "DeepSpeedScale",
     "Diagnosis",
@@ -68,6 +69,7 @@ __all__ = [
     "TorchScale",
     "Trace",
     "__version__",
+    "bisect",
     "build_report",
     "check",
     "diagnose",
@@ -80,6 +82,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from ampdebug._bisect_result import BisectResult
     from ampdebug._diagnose import Diagnosis, diagnose
     from ampdebug._export import export
     from ampdebug._run import Run, open_run
@@ -94,6 +97,7 @@ if TYPE_CHECKING:
     from ampdebug._stats import TensorStats, summarize
     from ampdebug._trace import Trace
     from ampdebug.hooks import AMPMonitor, watch
+    from ampdebug.hooks._bisection import bisect
     from ampdebug.hooks._preflight import check
     from ampdebug.report import Report, TensorBoardSink, build_report, write_tensorboard
     from ampdebug.rules import Evidence, Finding
@@ -102,6 +106,7 @@ else:
     # Hidden from type checkers: a visible __getattr__ makes them accept any misspelt name.
     _LAZY = {
         "AMPMonitor": "ampdebug.hooks",
+        "BisectResult": "ampdebug._bisect_result",
         "DeepSpeedScale": "ampdebug._scale",
         "Diagnosis": "ampdebug._diagnose",
         "DynamicScale": "ampdebug._scale",
@@ -115,6 +120,7 @@ else:
         "TensorStats": "ampdebug._stats",
         "TorchScale": "ampdebug._scale",
         "Trace": "ampdebug._trace",
+        "bisect": "ampdebug.hooks._bisection",
         "build_report": "ampdebug.report",
         "check": "ampdebug.hooks._preflight",
         "diagnose": "ampdebug._diagnose",

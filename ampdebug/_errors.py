@@ -5,6 +5,7 @@
     AmpdebugError (Exception)
     ├── ArgumentError (also ValueError)     an argument is wrong; the message names it, its value, the rule, the way out
     ├── NoObservationsError                 a watched step yielded nothing; names the mode and the way out
+    ├── ProbeError                          a worker process of a search died or took too long
     └── StoreError                          a run on disk cannot be written or read
         ├── RunExistsError                  two runs into one directory
         └── FormatError                     a truncated or foreign file
@@ -25,6 +26,10 @@ class ArgumentError(AmpdebugError, ValueError):
 
 class NoObservationsError(AmpdebugError):
     """A watched step yielded no observation. The message names the execution mode and the way out."""
+
+
+class ProbeError(AmpdebugError):
+    """A worker process died or took too long; the message says which, with the exit code or the limit."""
 
 
 class StoreError(AmpdebugError):

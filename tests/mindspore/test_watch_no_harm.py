@@ -77,11 +77,11 @@ def plain_cell(net: nn.Cell, batches: Any, out: Path | None) -> list[float]:
 
 KINDS = [
     *(("pynative", functional, level) for level in LEVELS),
-    *(("pynative", jitted, level) for level in LEVELS),
+    *(("pynative", jitted, level) for level in ("O0", "O2", "auto")),
     *(("pynative", train_cell, level) for level in LEVELS),
     *(("pynative", plain_cell, level) for level in ("O0", "O2")),
     *(("graph", functional, level) for level in LEVELS),
-    *(("graph", train_cell, level) for level in LEVELS),
+    *(("graph", train_cell, level) for level in ("O0", "O2", "auto")),
     *(("graph", plain_cell, level) for level in ("O0", "O2")),
 ]
 
