@@ -70,7 +70,6 @@ class Listener:
         self._owners = {p.name: path for path, place in places.items() for p in own_parameters(place.inner)}
         self._reduced: list[Any] = list(getattr(train_cell, "weights", ()))
         self._recomputed = _recomputed(places)
-        self._recomputed_calls: set[tuple[Any, ...]] = set()
         self._hooked: dict[int, weakref.ref[Any]] = {}
         self._tensor_handles: list[Any] = []
         self._calls_seen = 0
@@ -107,7 +106,6 @@ class Listener:
     def _forget(self) -> None:
         """Nothing of the last step is left."""
         self.recorder.begin()
-        self._recomputed_calls.clear()
         self._calls_seen = 0
         self._in_backward = False
         self._gradients_unscaled = False
@@ -216,21 +214,8 @@ class Listener:
             return
         started = time.perf_counter()
         self._calls_seen += 1
-        if path in self._recomputed and self._repeats(path, [*inputs, *outputs]):
-            return
         self.recorder.cell_call(path, cell_type, inputs, outputs)
         self._own += time.perf_counter() - started
-
-    def _repeats(self, path: str, values: list[Any]) -> bool:
-        """Whether a recomputed cell's call is the second one with the same values.
-
-        A graph runs both whenever it likes, the backward pass may have begun before the first: only values tell.
-        """
-        contents = [(slot, hash(seen.array.tobytes())) for slot, seen in values if seen.array is not None]
-        key = (path, *contents)
-        known = key in self._recomputed_calls
-        self._recomputed_calls.add(key)
-        return known
 
     def gradient(self, name: str, value: Any, *, reduced: bool = False) -> None:
         """The gradient of a parameter arrived."""

@@ -346,6 +346,7 @@ class Rows:
         for index, site_id in enumerate(seen.site_ids):
             site = run.sites[site_id]
             key = (site.kind, site.path, site.call, site.slot)
+            assert key not in self.rows, f"{key} was recorded twice in one step"
             self.order.append(key)
             self.rows[key] = seen.rows[index]
             self.dtypes[key] = seen.dtypes[index]

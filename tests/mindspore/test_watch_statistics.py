@@ -414,6 +414,8 @@ def test_a_recomputed_cell_is_one_call(mode: str, tmp_path: Path) -> None:
     assert_row(rows["output", "block.1", 0, ""], a)
     assert_row(rows["output", "head", 0, ""], b)
     assert not [key for key in rows.order if key[2] > 0]
+    norm = np.sqrt(sum((gradient.astype(np.float64) ** 2).sum() for gradient in grads))
+    np.testing.assert_allclose(next(open_run(tmp_path / "run").steps()).grad_norm, norm, rtol=1e-12)
     for parameter, gradient in zip(net.trainable_params(), grads, strict=True):
         assert_row(rows["gradient", parameter.name, 0, ""], gradient)
     found.check()
