@@ -2,7 +2,8 @@
 # into a virtual environment of its own.
 #
 #   make demo       trains a small network under O2 with the monitor on and shows what it found
-#   make test       the whole test suite, with coverage
+#   make test       the test suite, with coverage
+#   make test-all   the same and the slow tests: more networks of mindcv, worker processes, kernels compiled anew
 #   make test-pure  the tests that need no MindSpore, in an environment without it (small and quick to install)
 #   make lint types format bench wheel clean
 #
@@ -26,7 +27,7 @@ NET_ZOO = mindcv==0.3.0
 DEV = $(VENV)/.ampdebug-dev
 DEV_PURE = $(VENV_PURE)/.ampdebug-dev
 
-.PHONY: all demo test test-pure lint types format bench wheel env clean
+.PHONY: all demo test test-all test-pure lint types format bench wheel env clean
 all: lint types test
 
 env: $(DEV)
@@ -71,7 +72,10 @@ demo: $(DEV)
 	@"$(VENV)/bin/python" examples/digits_o2.py $(ARGS)
 
 test: $(DEV)
-	@"$(VENV)/bin/python" -m pytest --cov --cov-report=term $(ARGS)
+	@"$(VENV)/bin/python" -m pytest --cov --cov-report=term --durations=15 --durations-min=5 -m "not slow" $(ARGS)
+
+test-all: $(DEV)
+	@"$(VENV)/bin/python" -m pytest --durations=15 $(ARGS)
 
 test-pure: $(DEV_PURE)
 	@"$(VENV_PURE)/bin/python" -m pytest --ignore=tests/mindspore $(ARGS)

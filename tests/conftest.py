@@ -101,10 +101,18 @@ def _child_reports(config: pytest.Config, items: list[pytest.Item]) -> tuple[lis
             command.append("--overwrite")
         if config.option.capture == "no":
             command.append("-s")
+        command += [f"--rootdir={config.rootpath}", f"--config-file={config.inipath}"]
+        if config.pluginmanager.hasplugin("_cov"):
+            command.append("--no-cov")  # coverage measures children by itself (patch = ["subprocess"])
+        # Not in the checkout: MindSpore litters the current folder, and takes an environment inside it for the user's
+        # own code, which O1 then rewrites and fails on.
+        place = Path(folder) / "work"
+        place.mkdir()
+        paths = os.pathsep.join([str(config.rootpath), *filter(None, [os.environ.get("PYTHONPATH")])])
         child = subprocess.run(
-            # --no-cov only where pytest-cov is there: coverage measures children by itself (patch = ["subprocess"])
-            [*command, *(["--no-cov"] if config.pluginmanager.hasplugin("_cov") else []), *(i.nodeid for i in items)],
-            cwd=config.rootpath,
+            [*command, *(str(config.rootpath / item.nodeid) for item in items)],
+            cwd=place,
+            env={**os.environ, "PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,
             stdout=None if config.option.capture == "no" else subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -180,6 +188,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
             if other.path == item.path and other.get_closest_marker("own_process") and other.nodeid not in reports
         ]
         reports.update(_run_module(config, siblings))
+    # What an ordinary test before this module left set up (its folder, as this module shares it) ends here: nothing of
+    # this module is set up in this process.
+    item.session._setupstate.teardown_exact(nextitem)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in reports[item.nodeid]:
         item.ihook.pytest_runtest_logreport(report=report)

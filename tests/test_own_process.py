@@ -35,6 +35,13 @@ def test_each_test_has_its_own_result(tmp_path: Path) -> None:
     (tmp_path / "ampdebug").symlink_to(ROOT / "ampdebug")
     (tmp_path / "tests" / "test_inner.py").write_text(MODULE)
     (tmp_path / "tests" / "test_outer.py").write_text("def test_plain(): pass\n")
+    # An ordinary test in the folder before, and one in another folder after: nothing may be left set up between them.
+    for folder, name in (("a", "test_before.py"), ("b", "test_later.py")):
+        (tmp_path / "tests" / folder).mkdir()
+        (tmp_path / "tests" / folder / name).write_text("def test_plain(): pass\n")
+    (tmp_path / "tests" / "a" / "test_inner_too.py").write_text(
+        "import pytest\npytestmark = pytest.mark.own_process\ndef test_inner(): pass\n"
+    )
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     said = done.stdout
@@ -51,4 +58,4 @@ def test_each_test_has_its_own_result(tmp_path: Path) -> None:
         assert f"tests/test_inner.py::test_{name} {outcome}" in said, said
     assert "as written" in said
     assert "the child process ended with exit code -9 in this test" in said
-    assert "2 failed, 4 passed, 1 skipped, 1 xfailed" in said.splitlines()[-1]
+    assert "2 failed, 7 passed, 1 skipped, 1 xfailed" in said.splitlines()[-1]
