@@ -7,6 +7,7 @@ Whatever goes wrong in here is reported once and ends the watching, never the tr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -148,11 +149,10 @@ class Session(Listener):
             f"ampdebug switched itself off in step {self.step_number}: {type(error).__name__}: {error}. The training "
             f"goes on unchanged; the steps before it are in {self.out}."
         )
-        try:
+        # Mostly the store itself is what failed: that has been said, and a second failure of it says nothing new.
+        with contextlib.suppress(AmpdebugError, OSError):
             self.writer.put_event(Event(self.step_number, "monitor-off", f"{type(error).__name__}: {error}"))
             self.writer.close("failed")
-        except (AmpdebugError, OSError) as second:  # mostly the store itself is what failed: that has been said
-            self.last_error = second
 
     def guard(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls ``function``; an exception in it ends the watching, not the training."""
