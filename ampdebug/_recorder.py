@@ -7,12 +7,13 @@ one step; :meth:`StepRecorder.begin` starts the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ampdebug._background import WORTHWHILE, BackgroundStats
 from ampdebug._records import DTYPE_CODES, DTYPES, Birth, Kind, Site
 from ampdebug._stats import StatsTable, UpdateStats, is_finite
 
@@ -27,11 +28,36 @@ class Seen(NamedTuple):
             not looked at (integers, bools, complex).
         dtype: Name of the dtype in lower case (``"float16"``).
         shape: Its shape.
+        lasting: The array keeps its values until :meth:`StepRecorder.settle`, so that it may be measured meanwhile.
     """
 
     array: NDArray[Any] | None
     dtype: str
     shape: tuple[int, ...]
+    lasting: bool = False
+
+
+class _Ended(NamedTuple):
+    """A call that has ended: rows ``first:middle`` are its inputs, ``middle:end`` its outputs."""
+
+    path: str
+    cell_type: str
+    call: int
+    first: int
+    middle: int
+    end: int
+
+
+class _Arrived(NamedTuple):
+    """A gradient that arrived; ``row`` is None for a finite one of a cell's output."""
+
+    kind: Kind
+    path: str
+    owner: str
+    cell_type: str
+    call: int
+    slot: str
+    row: int | None
 
 
 @dataclass(slots=True)
@@ -56,6 +82,33 @@ class _Bad:
         return not rows["nan"][self.row] and not rows["pos_inf"][self.row]
 
 
+@dataclass(slots=True)
+class _Judgement:
+    """What the rows of a step amount to.
+
+    Attributes:
+        bad_forward: Non-finite inputs and outputs, in order.
+        bad_backward: Non-finite gradients, in order.
+        ended: ``{path: [(rows there were when a call ended, its inputs were finite), ...]}``.
+        cell_types: ``{path: class name}`` of the cells that ran. As ``ended`` left empty where all is finite.
+        last_outputs_finite: Of the call that ended last.
+        nonfinite_gradients: Of a parameter.
+        gradient_norm: See :attr:`StepRecorder.gradient_norm`.
+    """
+
+    bad_forward: list[_Bad] = field(default_factory=list)
+    bad_backward: list[_Bad] = field(default_factory=list)
+    ended: dict[str, list[tuple[int, bool]]] = field(default_factory=dict)
+    cell_types: dict[str, str] = field(default_factory=dict)
+    last_outputs_finite: bool = True
+    nonfinite_gradients: bool = False
+    gradient_norm: float = 0.0
+
+    def inputs_finite(self, path: str, order: int) -> bool | None:
+        """Whether the inputs were finite in the call of a cell that a row lies in; None where the call did not end."""
+        return next((finite for end, finite in self.ended.get(path, ()) if end >= order), None)
+
+
 class StepRecorder:
     """Gathers the observations of one step after another.
 
@@ -76,38 +129,42 @@ class StepRecorder:
         self._has_children = frozenset(has_children)
         self._ids: dict[tuple[Kind, str, int, str], int] = {}
         self._site_of: dict[int, Site] = {}
-        self.table = StatsTable()
+        self._table = StatsTable()
+        self._background = BackgroundStats(self._table)
         self._sites: list[int] = []
         self._dtypes: list[int] = []
         self._calls: dict[str, int] = {}
-        self._bad_forward: list[_Bad] = []
-        self._bad_backward: list[_Bad] = []
-        self._cell_types: dict[str, str] = {}
-        # {path: [(rows there were when the call ended, its inputs were finite), ...]}
-        self._ended: dict[str, list[tuple[int, bool]]] = {}
-        self._last_outputs_finite = True
-        self._output_gradient_finite: dict[str, bool] = {}
-        self._gradient_squares = 0.0
+        self._ended: list[_Ended] = []
+        self._backward: list[_Arrived] = []
+        self._outputs_with_gradient = False
+        self._judged: _Judgement | None = None
         self.gradients_seen: set[str] = set()
-        self.nonfinite_gradients = False
 
     def begin(self) -> None:
         """Forgets the last step."""
-        self.table.clear()
+        self._background.settle()
+        self._table.clear()
         self._sites.clear()
         self._dtypes.clear()
         self._calls.clear()
-        self._bad_forward.clear()
-        self._bad_backward.clear()
         self._ended.clear()
-        self._last_outputs_finite = True
-        self._output_gradient_finite.clear()
+        self._backward.clear()
+        self._outputs_with_gradient = False
+        self._judged = None
         self.gradients_seen.clear()
-        self._gradient_squares = 0.0
-        self.nonfinite_gradients = False
+
+    def settle(self) -> None:
+        """Waits until the arrays handed over so far are measured: from now on they may change."""
+        self._background.settle()
 
     def __len__(self) -> int:
         return len(self._sites)
+
+    @property
+    def table(self) -> StatsTable:
+        """The statistics of every row, in execution order. Waits until they are measured."""
+        self._background.settle()
+        return self._table
 
     @property
     def sites(self) -> list[Site]:
@@ -127,12 +184,17 @@ class StepRecorder:
     @property
     def backward_began(self) -> bool:
         """Some gradient of this step has arrived."""
-        return bool(self.gradients_seen or self._output_gradient_finite)
+        return bool(self.gradients_seen or self._outputs_with_gradient)
 
     @property
     def gradient_norm(self) -> float:
         """Global L2 norm of the gradients as they arrived; NaN or inf where they are not finite."""
-        return float(np.sqrt(self._gradient_squares))
+        return self._judge().gradient_norm
+
+    @property
+    def nonfinite_gradients(self) -> bool:
+        """Some gradient of a parameter is not finite, before or after the reduction over ranks."""
+        return self._judge().nonfinite_gradients
 
     def calls(self, path: str) -> int:
         """How many calls of a cell have ended in this step."""
@@ -155,20 +217,13 @@ class StepRecorder:
         """
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
-        self._cell_types[path] = cell_type
-        rows = [self._add("input", path, cell_type, call, slot, seen) for slot, seen in inputs]
-        finite = True
-        for (slot, _), row in zip(inputs, rows, strict=True):
-            if self._nonfinite(row):
-                finite = False
-                self._note(self._bad_forward, "input", path, cell_type, call, slot, row, False)
-        self._last_outputs_finite = True
+        first = len(self._sites)
+        for slot, seen in inputs:
+            self._add("input", path, cell_type, call, slot, seen)
         for slot, seen in outputs:
-            row = self._add("output", path, cell_type, call, slot, seen)
-            if self._nonfinite(row):
-                self._last_outputs_finite = False
-                self._note(self._bad_forward, "output", path, cell_type, call, slot, row, finite)
-        self._ended.setdefault(path, []).append((len(self._sites), finite))
+            self._add("output", path, cell_type, call, slot, seen)
+        self._ended.append(_Ended(path, cell_type, call, first, first + len(inputs), len(self._sites)))
+        self._judged = None
 
     def output_gradient(self, path: str, cell_type: str, call: int, slot: str, seen: Seen) -> None:
         """Takes the gradient with respect to a cell's output, as it arrives in the backward pass.
@@ -177,13 +232,11 @@ class StepRecorder:
         """
         if seen.array is None:
             return
-        # What went into it are the gradients that arrived before; the first of all comes from the loss scale itself.
-        before = not self._bad_backward if self._output_gradient_finite or self.gradients_seen else None
-        bad = not is_finite(seen.array, bfloat16_bits=seen.dtype == "bfloat16")
-        self._output_gradient_finite[path] = self._output_gradient_finite.get(path, True) and not bad
-        if bad:
-            row = self._add("output_gradient", path, cell_type, call, slot, seen)
-            self._note(self._bad_backward, "output_gradient", path, cell_type, call, slot, row, before)
+        finite = is_finite(seen.array, bfloat16_bits=seen.dtype == "bfloat16")
+        row = None if finite else self._add("output_gradient", path, cell_type, call, slot, seen)
+        self._outputs_with_gradient = True
+        self._backward.append(_Arrived("output_gradient", path, path, cell_type, call, slot, row))
+        self._judged = None
 
     def gradient(self, name: str, owner: str, seen: Seen, *, reduced: bool = False) -> None:
         """Takes the gradient of a parameter.
@@ -196,18 +249,10 @@ class StepRecorder:
         """
         kind: Kind = "reduced_gradient" if reduced else "gradient"
         row = self._add(kind, name, "", 0, "", seen)
-        bad = self._nonfinite(row)
-        if bad:
-            self.nonfinite_gradients = True
-        if reduced:
-            return
-        self.gradients_seen.add(name)
-        stats = self.table.rows[row]
-        if bad:
-            self._gradient_squares = float("nan") if stats["nan"] else self._gradient_squares + float("inf")
-            self._note(self._bad_backward, kind, name, "", 0, "", row, self._output_gradient_finite.get(owner))
-        elif stats["count"]:
-            self._gradient_squares += float(stats["rms"]) ** 2 * int(stats["count"])
+        self._backward.append(_Arrived(kind, name, owner, "", 0, "", row))
+        if not reduced:
+            self.gradients_seen.add(name)
+        self._judged = None
 
     def parameter(self, name: str, seen: Seen) -> None:
         """Takes the values of a parameter or buffer as they are before the update."""
@@ -239,13 +284,22 @@ class StepRecorder:
         Args:
             loss: The step's loss, None if unknown.
         """
-        return self._forward_birth(loss), self._backward_birth()
+        judged = self._judge()
+        if not judged.bad_forward and not judged.bad_backward:
+            return None, None
+        return self._forward_birth(judged, loss), self._backward_birth(judged)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _add(self, kind: Kind, path: str, cell_type: str, call: int, slot: str, seen: Seen) -> int:
-        array = _NOTHING if seen.array is None else seen.array
-        row = self.table.add(array, bfloat16_bits=seen.array is not None and seen.dtype == "bfloat16")
+        array = seen.array
+        if array is None:
+            row = self._table.reserve()
+        elif seen.lasting and array.size >= WORTHWHILE:
+            row = self._table.reserve()
+            self._background.submit(array, row, bfloat16_bits=seen.dtype == "bfloat16")
+        else:
+            row = self._table.add(array, bfloat16_bits=seen.dtype == "bfloat16")
         key = (kind, path, call, slot)
         site = self._ids.get(key)
         if site is None:
@@ -256,25 +310,68 @@ class StepRecorder:
         self._dtypes.append(DTYPE_CODES.get(seen.dtype, 0))
         return row
 
-    def _nonfinite(self, row: int) -> bool:
-        stats = self.table.rows[row]
-        return bool(stats["nan"] or stats["pos_inf"] or stats["neg_inf"])
+    def _judge(self) -> _Judgement:
+        """Goes through the step's rows, once they are measured."""
+        if self._judged is None:
+            rows = self.table.rows
+            bad = (rows["nan"] + rows["pos_inf"] + rows["neg_inf"]) > 0
+            self._judged = _Judgement()
+            self._judge_forward(self._judged, bad)
+            self._judge_backward(self._judged, bad, rows)
+        return self._judged
 
-    def _note(
-        self,
-        bad: list[_Bad],
-        kind: Kind,
-        path: str,
-        cell_type: str,
-        call: int,
-        slot: str,
-        row: int,
-        inputs_finite: bool | None,
-    ) -> None:
-        bad.append(_Bad(len(self._sites), kind, path, cell_type, call, slot, row, inputs_finite))
+    def _judge_forward(self, judged: _Judgement, bad: NDArray[np.bool_]) -> None:
+        if not bad.any():
+            return
+        for ended in self._ended:
+            inputs_finite = not bad[ended.first : ended.middle].any()
+            for row in range(ended.first, ended.end):
+                if bad[row]:
+                    slot = self._site_of[self._sites[row]].slot
+                    made = row >= ended.middle
+                    # An input is noted when all of the call's inputs are there, an output as it comes.
+                    order = row + 1 if made else ended.middle
+                    kind: Kind = "output" if made else "input"
+                    known = inputs_finite if made else False
+                    judged.bad_forward.append(
+                        _Bad(order, kind, ended.path, ended.cell_type, ended.call, slot, row, known)
+                    )
+            judged.ended.setdefault(ended.path, []).append((ended.end, inputs_finite))
+            judged.cell_types[ended.path] = ended.cell_type
+            judged.last_outputs_finite = not bad[ended.middle : ended.end].any()
 
-    def _forward_birth(self, loss: float | None) -> Birth | None:
-        first = self._first_bad(loss)
+    def _judge_backward(self, judged: _Judgement, bad: NDArray[np.bool_], rows: NDArray[Any]) -> None:
+        rms, counts = rows["rms"].tolist(), rows["count"].tolist()
+        total = 0.0
+        # What went into a cell's backward pass are the gradients that arrived before; the first of all comes from the
+        # loss scale itself.
+        some_before = False
+        output_finite: dict[str, bool] = {}
+        for arrived in self._backward:
+            row = arrived.row
+            is_bad = row is not None and bool(bad[row])
+            if arrived.kind == "output_gradient":
+                before = not judged.bad_backward if some_before else None
+                output_finite[arrived.path] = output_finite.get(arrived.path, True) and not is_bad
+            else:
+                assert row is not None, "every gradient of a parameter has a row"
+                judged.nonfinite_gradients |= is_bad
+                if arrived.kind == "reduced_gradient":
+                    continue
+                before = output_finite.get(arrived.owner)
+                if is_bad:
+                    total += np.nan if rows["nan"][row] else np.inf
+                elif counts[row]:
+                    total += rms[row] * rms[row] * counts[row]
+            some_before = True
+            if is_bad:
+                assert row is not None, "what is bad has a row"
+                what = (arrived.kind, arrived.path, arrived.cell_type, arrived.call, arrived.slot)
+                judged.bad_backward.append(_Bad(row + 1, *what, row, before))
+        judged.gradient_norm = float(np.sqrt(total))
+
+    def _forward_birth(self, judged: _Judgement, loss: float | None) -> Birth | None:
+        first = self._first_bad(judged, loss)
         if first is None:
             return None
         if first.kind == "output":
@@ -283,18 +380,18 @@ class StepRecorder:
         path = first.path
         while path in self._parents:
             path = self._parents[path]
-            known = self._inputs_finite(path, first.order)
+            known = judged.inputs_finite(path, first.order)
             if known is not False:
-                birth = self._birth("forward", first, path, self._cell_types.get(path, ""), True)
+                birth = self._birth("forward", first, path, judged.cell_types.get(path, ""), True)
                 return replace(birth, inputs_finite=known)
-        return self._birth("forward", first, path, self._cell_types.get(path, first.cell_type), False)
+        return self._birth("forward", first, path, judged.cell_types.get(path, first.cell_type), False)
 
-    def _first_bad(self, loss: float | None) -> _Bad | None:
+    def _first_bad(self, judged: _Judgement, loss: float | None) -> _Bad | None:
         rows = self.table.rows
-        masks = [bad for bad in self._bad_forward if bad.mask_like(rows)]
-        worse = next((bad for bad in self._bad_forward if not bad.mask_like(rows)), None)
+        masks = [bad for bad in judged.bad_forward if bad.mask_like(rows)]
+        worse = next((bad for bad in judged.bad_forward if not bad.mask_like(rows)), None)
         if worse is None:
-            if loss is None or np.isfinite(loss) or self._last_outputs_finite:
+            if not masks or loss is None or np.isfinite(loss) or judged.last_outputs_finite:
                 return None
             return next((bad for bad in masks if bad.made()), masks[0])
         if worse.made():
@@ -307,21 +404,15 @@ class StepRecorder:
                 return bad
         return worse
 
-    def _inputs_finite(self, path: str, order: int) -> bool | None:
-        """Whether the inputs were finite in the call of a cell that a row lies in; None where the call did not end."""
-        return next((finite for end, finite in self._ended.get(path, ()) if end >= order), None)
-
-    def _backward_birth(self) -> Birth | None:
-        if not self._bad_backward:
+    def _backward_birth(self, judged: _Judgement) -> Birth | None:
+        if not judged.bad_backward:
             return None
-        first = self._bad_backward[0]
+        first = judged.bad_backward[0]
         birth = self._birth("backward", first, first.path, first.cell_type, False)
         # After a non-finite forward pass the gradients are its victims, whatever arrived first.
-        return replace(birth, inputs_finite=False) if self._bad_forward_alarming() else birth
-
-    def _bad_forward_alarming(self) -> bool:
         rows = self.table.rows
-        return any(not bad.mask_like(rows) for bad in self._bad_forward)
+        alarming = any(not bad.mask_like(rows) for bad in judged.bad_forward)
+        return replace(birth, inputs_finite=False) if alarming else birth
 
     def _birth(self, phase: Any, bad: _Bad, path: str, cell_type: str, own_code: bool) -> Birth:
         stats = self.table.rows[bad.row]

@@ -40,6 +40,8 @@ __all__ = [
 
 _COLUMNS = STATS_DTYPE.itemsize // 8
 
+_NO_BITS = np.zeros(0, np.uint32)
+
 KernelName = Literal["numba", "numpy"]
 
 # numpy dtype -> (kind, dtype the kernels read it as). Only native byte order; others are copied first.
@@ -155,6 +157,7 @@ class StatsTable:
         self._scratch = np.zeros(kernels.scratch_size, np.uint32)
         self._size = 0
         self._capacity = 64
+        self._empty: npt.NDArray[np.int64] | None = None
         self._rows = np.zeros((self._capacity, _COLUMNS), np.int64)
         self._exponents = np.zeros((self._capacity, 256), np.uint32)
 
@@ -179,6 +182,24 @@ class StatsTable:
         self._measure[kind](flat, kind, self._rows, self._exponents, row, self._scratch)
         self._size = row + 1
         return row
+
+    def reserve(self) -> int:
+        """Return the number of a new row that reads like that of an empty array, to be filled later."""
+        row = self._size
+        if row == self._capacity:
+            self._grow()
+        if self._empty is None:
+            self._measure[_bits.F32](_NO_BITS, _bits.F32, self._rows, self._exponents, row, self._scratch)
+            self._empty = self._rows[row].copy()
+        self._rows[row] = self._empty
+        self._exponents[row] = 0
+        self._size = row + 1
+        return row
+
+    def put(self, rows: npt.NDArray[np.intp], measured: StatsTable) -> None:
+        """Fill reserved rows with those of another table, in the order in which that one has them."""
+        self._rows[rows] = measured._rows[: measured._size]
+        self._exponents[rows] = measured._exponents[: measured._size]
 
     def _grow(self) -> None:
         rows, exponents = self._rows, self._exponents

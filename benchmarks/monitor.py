@@ -47,7 +47,7 @@ def build(name: str) -> Any:
         net, x = Transformer(), Tensor(random.randint(0, 200, (32, 32)).astype(np.int32))
     else:
         net = CNN() if name == "cnn" else ResNet18()
-        x = Tensor(random.randn(32 if name == "cnn" else 16, 3, 32, 32).astype(np.float32))
+        x = Tensor(random.randn(32 if name == "cnn" else 4, 3, 32, 32).astype(np.float32))
     return net, x, Tensor(random.randint(0, 10, x.shape[0]).astype(np.int32))
 
 

@@ -42,6 +42,10 @@ class Client(Protocol):
         """Takes all hooks out of the parameters; returns a function that puts them back."""
         ...
 
+    def running(self) -> None:
+        """A graph is about to run."""
+        ...
+
     def compiled(self, executor: Any, phase: str) -> None:
         """A graph was compiled between :meth:`install` and its undoing; the executor holds it under ``phase``."""
         ...
@@ -159,6 +163,9 @@ def _replace() -> contextlib.ExitStack:
 
 def _until_settled(compile_once: Callable[[], Any]) -> Any:
     """Compiles again where the probes learned something from compiling that changes them (see ``_capture``)."""
+    # MindSpore comes by here before every run, for the key of the graph.
+    for client in _clients:
+        client.running()
     for _ in range(3):
         before = _suffix()
         try:

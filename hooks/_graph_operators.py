@@ -80,41 +80,66 @@ def name_scopes(places: dict[str, Place], marker: str) -> tuple[dict[str, str], 
     return paths, undo
 
 
-def graph_operators(executor: Any, phase: str, scopes: dict[str, str]) -> Iterator[tuple[str, str, str]]:
-    """The operators that a compiled graph runs in the forward pass of known cells.
+class CompiledGraph:
+    """A graph as MindSpore's executor will run it.
 
     Args:
         executor: MindSpore's executor that compiled it.
         phase: The key it was compiled under.
-        scopes: ``{scope: cell path}`` as of :func:`name_scopes`.
-
-    Yields:
-        ``(cell path, operator, dtype)`` in the graph's order, once a node. The operator is the primitive's name
-        (``"MatMul"``); the dtype that of its first floating-point output: the casts of mixed precision are nodes of
-        their own (``"Cast"``) before it.
 
     Raises:
         ValueError: MindSpore holds no graph for that phase, or one in an unknown format.
     """
-    data = executor.get_func_graph_proto(phase, "mind_ir")
-    model = mind_ir_pb2.ModelProto()
-    model.ParseFromString(data)
-    if not model.graph.node:
-        raise ValueError(f"the graph of phase {phase[:200]!r} has no nodes")
-    primitives = {f"{_REFERENCE}{primitive.name}": primitive.op_type for primitive in model.primitives}
-    known: dict[str, str | None] = {}
-    for graph in (model.graph, *model.functions):
-        for node in graph.node:
-            operator = primitives.get(node.op_type)  # None: a constant, or the call of a sub-graph
-            if operator is None or operator in _PLUMBING:
-                continue
-            scope = node.domain.rpartition("/")[0]
-            if scope not in known:
-                known[scope] = _path_of(scope, scopes)
-            path = known[scope]
-            dtype = None if path is None else _first_float(node)
-            if path is not None and dtype is not None:
-                yield path, operator, dtype
+
+    def __init__(self, executor: Any, phase: str) -> None:
+        self._model = mind_ir_pb2.ModelProto()
+        self._model.ParseFromString(executor.get_func_graph_proto(phase, "mind_ir"))
+        if not self._model.graph.node:
+            raise ValueError(f"the graph of phase {phase[:200]!r} has no nodes")
+        self._primitives = {f"{_REFERENCE}{primitive.name}": primitive for primitive in self._model.primitives}
+
+    def operators(self, scopes: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+        """The operators that it runs in the forward pass of known cells.
+
+        Args:
+            scopes: ``{scope: cell path}`` as of :func:`name_scopes`.
+
+        Yields:
+            ``(cell path, operator, dtype)`` in the graph's order, once a node. The operator is the primitive's name
+            (``"MatMul"``); the dtype that of its first floating-point output: the casts of mixed precision are nodes of
+            their own (``"Cast"``) before it.
+        """
+        known: dict[str, str | None] = {}
+        for graph in (self._model.graph, *self._model.functions):
+            for node in graph.node:
+                primitive = self._primitives.get(node.op_type)  # None: a constant, or the call of a sub-graph
+                if primitive is None or primitive.op_type in _PLUMBING:
+                    continue
+                scope = node.domain.rpartition("/")[0]
+                if scope not in known:
+                    known[scope] = _path_of(scope, scopes)
+                path = known[scope]
+                dtype = None if path is None else _first_float(node)
+                if path is not None and dtype is not None:
+                    yield path, primitive.op_type, dtype
+
+    def callbacks(self) -> dict[int, bool]:
+        """The Python callbacks in it.
+
+        Returns:
+            ``{id of the Python function: it is called exactly once a run}``: it stands at one place, outside of
+            branches, loops and other sub-graphs.
+        """
+        once: dict[int, bool] = {}
+        for graph in (self._model.graph, *self._model.functions):
+            for node in graph.node:
+                primitive = self._primitives.get(node.op_type)
+                if primitive is None or primitive.op_type != "Custom":
+                    continue
+                for attribute in primitive.attribute:
+                    if attribute.name == "fn_id":
+                        once[attribute.i] = graph is self._model.graph and attribute.i not in once
+        return once
 
 
 def _path_of(scope: str, scopes: dict[str, str]) -> str | None:

@@ -143,12 +143,23 @@ def _fixed_arity(count: int, function: Callable[[tuple[Any, ...]], Any]) -> Call
     return by_count[count]
 
 
-def _emitter(count: int, function: Callable[[tuple[Any, ...]], None]) -> Any:
+Taker = Callable[[tuple[Any, ...], bool], None]
+"""Takes what a callback was handed, and whether it lasts until a graph runs again."""
+
+
+def _emitter(count: int, sink: Sink, take: Taker) -> Any:
+    """An operator that hands its inputs to ``take`` while ``sink`` is active."""
+
     def called(arrays: tuple[Any, ...]) -> Any:
-        function(arrays)
+        if sink.active:
+            # MindSpore copies what it hands over into memory that belongs to this operator: nobody writes there before
+            # the operator runs again.
+            sink.guard(take, arrays, sink.called_once(number))
         return _ZERO
 
-    return ops.Custom(_fixed_arity(count, called), out_shape=(1,), out_dtype=ms.float32, func_type="pyfunc")
+    function = _fixed_arity(count, called)
+    number = id(function)
+    return ops.Custom(function, out_shape=(1,), out_dtype=ms.float32, func_type="pyfunc")
 
 
 class Layout:
@@ -171,11 +182,11 @@ class Layout:
             for key, item in zip(node[1], node[2], strict=True):
                 self._flatten(item, f"{slot}.{key}" if slot else str(key), output)
 
-    def fill(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def fill(self, arrays: Sequence[Any], lasting: bool) -> tuple[list[Any], list[Any]]:
         """Pairs the arrays of one call with their slots: ``(inputs, outputs)`` as lists of ``(slot, Seen)``."""
         names = [dtype for _, _, dtype, shape in self.entries if observed(dtype, shape)]
         return self.fill_seen(
-            [see_array(a, name, tuple(getattr(a, "shape", ()))) for a, name in zip(arrays, names, strict=True)]
+            [see_array(a, name, tuple(getattr(a, "shape", ())), lasting) for a, name in zip(arrays, names, strict=True)]
         )
 
     def fill_seen(self, seen: Sequence[Seen]) -> tuple[list[Any], list[Any]]:
@@ -227,13 +238,13 @@ class GraphProbe:
             self.layouts.append(layout)
         return 0
 
-    def _arrived(self, arrays: tuple[Any, ...]) -> None:
+    def _arrived(self, arrays: tuple[Any, ...], lasting: bool) -> None:
         layout = self._layout_of(arrays)
         if layout is None:
             inputs: list[Any] = []
             outputs = [(str(i), see_array(a, "float32", ())) for i, a in enumerate(arrays) if hasattr(a, "dtype")]
         else:
-            inputs, outputs = layout.fill(arrays)
+            inputs, outputs = layout.fill(arrays, lasting)
         self.sink.graph_call(self.path, self.cell_type, inputs, outputs)
 
     def _layout_of(self, arrays: tuple[Any, ...]) -> Layout | None:
@@ -247,21 +258,20 @@ class GraphProbe:
                 return layout
         return fitting[0]
 
-    def _part_arrived(self, arrays: tuple[Any, ...]) -> None:
+    def _part_arrived(self, arrays: tuple[Any, ...], lasting: bool) -> None:
         # Calls with more tensors than one callback takes come one by one; MindSpore reuses the memory, so copy.
         array, (index, total) = arrays
         self._parts.setdefault(int(index), []).append(array.copy() if isinstance(array, np.ndarray) else array)
         if len(self._parts) == total and all(self._parts.values()):
-            self._arrived(tuple(self._parts[key].pop(0) for key in sorted(self._parts)))
+            self._arrived(tuple(self._parts[key].pop(0) for key in sorted(self._parts)), True)
 
     def _marker(self, slot: str) -> Any:
         """An operator that hands its input on and sees the gradient that comes back."""
 
-        def arrived(arrays: tuple[Any, ...]) -> None:
-            if self.sink.active:
-                self.sink.output_gradient(self.path, self.cell_type, 0, slot, arrays[0])
+        def arrived(arrays: tuple[Any, ...], lasting: bool) -> None:
+            self.sink.output_gradient(self.path, self.cell_type, 0, slot, arrays[0])
 
-        emit = _emitter(1, arrived)
+        emit = _emitter(1, self.sink, arrived)
 
         def seen(gradient):  # type: ignore[no-untyped-def]
             return ops.depend(gradient, emit(ops.stop_gradient(gradient)))
@@ -274,9 +284,8 @@ class GraphProbe:
         The traced functions are as short as can be: each line of them is compiled once for each watched cell, and an
         ``if`` costs both of its branches.
         """
-        guarded = _guarded(self.sink, self._arrived)
-        emitters = (_nothing, *(_emitter(count, guarded) for count in range(1, _MOST + 1)))
-        emit_part = _emitter(2, _guarded(self.sink, self._part_arrived))
+        emitters = (_nothing, *(_emitter(count, self.sink, self._arrived) for count in range(1, _MOST + 1)))
+        emit_part = _emitter(2, self.sink, self._part_arrived)
         note = ops.constexpr(guarded_note(self.sink, self.traced))
 
         def emit_many(*seen):  # type: ignore[no-untyped-def]
@@ -323,14 +332,6 @@ def _nothing() -> int:
     return 0
 
 
-def _guarded(sink: Sink, function: Callable[[tuple[Any, ...]], None]) -> Callable[[tuple[Any, ...]], None]:
-    def called(arrays: tuple[Any, ...]) -> None:
-        if sink.active:
-            sink.guard(function, arrays)
-
-    return called
-
-
 def guarded_note(sink: Sink, function: Callable[[Any, Any], int]) -> Callable[[Any, Any], int]:
     def note(inputs: Any, outputs: Any) -> int:
         sink.guard(function, inputs, outputs)
@@ -342,11 +343,10 @@ def guarded_note(sink: Sink, function: Callable[[Any, Any], int]) -> Callable[[A
 def graph_gradient_hook(name: str, sink: Sink) -> Callable[[Any], Any]:
     """The same for a graph: parsed by MindSpore's compiler."""
 
-    def arrived(arrays: tuple[Any, ...]) -> None:
-        if sink.active:
-            sink.gradient(name, arrays[0])
+    def arrived(arrays: tuple[Any, ...], lasting: bool) -> None:
+        sink.gradient(name, arrays[0], lasting=lasting)
 
-    emit = _emitter(1, arrived)
+    emit = _emitter(1, sink, arrived)
 
     def hook(gradient):  # type: ignore[no-untyped-def]
         return ops.depend(gradient, emit(ops.stop_gradient(gradient)))

@@ -76,6 +76,7 @@ class Listener:
         self._in_backward = False
         self._gradients_unscaled = False
         self._own = 0.0
+        self._once: set[int] = set()
 
     def guard(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls ``function``; an exception in it ends the watching, not the training."""
@@ -144,7 +145,17 @@ class Listener:
 
     def compiled(self, executor: Any, phase: str) -> None:
         """It was compiled."""
-        self._precision.compiled(executor, phase)
+        graph = self._precision.compiled(executor, phase)
+        for callback, once in () if graph is None else graph.callbacks().items():
+            (self._once.add if once else self._once.discard)(callback)
+
+    def running(self) -> None:
+        """A graph is about to run: what the last one handed over is overwritten."""
+        self.guard(self.recorder.settle)
+
+    def called_once(self, callback: int) -> bool:
+        """Whether a compiled graph calls this function at most once a run; see ``CompiledGraph.callbacks``."""
+        return callback in self._once
 
     def entering(self, path: str) -> None:
         """A new forward pass begins with the outermost cell."""
@@ -217,19 +228,19 @@ class Listener:
         self.recorder.cell_call(path, cell_type, inputs, outputs)
         self._own += time.perf_counter() - started
 
-    def gradient(self, name: str, value: Any, *, reduced: bool = False) -> None:
+    def gradient(self, name: str, value: Any, *, lasting: bool = False) -> None:
         """The gradient of a parameter arrived."""
-        self.guard(self._gradient, name, value, reduced)
+        self.guard(self._gradient, name, value, lasting)
 
-    def _gradient(self, name: str, value: Any, reduced: bool) -> None:
+    def _gradient(self, name: str, value: Any, lasting: bool) -> None:
         self._calls_seen += 1
         self._in_backward = True
         owner = self._owners.get(name, "")
-        if owner in self._recomputed and not reduced and name in self.recorder.gradients_seen:
+        if owner in self._recomputed and name in self.recorder.gradients_seen:
             return  # in a graph it arrives once more for each time the cell's code was copied
-        seen = _seen(value)
+        seen = _seen(value, lasting)
         started = time.perf_counter()
-        self.recorder.gradient(name, owner, seen, reduced=reduced)
+        self.recorder.gradient(name, owner, seen)
         self._own += time.perf_counter() - started
 
     def take_gradients(self, gradients: Any) -> None:
@@ -247,11 +258,11 @@ class Listener:
         self._gradients_unscaled = True
 
 
-def _seen(value: Any) -> Seen:
+def _seen(value: Any, lasting: bool = False) -> Seen:
     """A tensor, or what a compiled graph hands to a callback."""
     if isinstance(value, ms.Tensor):
         return see(value)
-    return see_array(value, str(getattr(value, "dtype", "float32")), tuple(getattr(value, "shape", ())))
+    return see_array(value, str(getattr(value, "dtype", "float32")), tuple(getattr(value, "shape", ())), lasting)
 
 
 def _parents(watched: dict[str, Place]) -> dict[str, str]:

@@ -20,7 +20,7 @@ import mindspore as ms
 from ampdebug._sites import is_cast, is_movement
 from ampdebug.hooks import _dispatch
 from ampdebug.hooks._cells import Place, asked_dtype
-from ampdebug.hooks._graph_operators import graph_operators, name_scopes
+from ampdebug.hooks._graph_operators import CompiledGraph, name_scopes
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 # Listening costs some microseconds an operator. Networks that choose other cells in each step must not pay it forever.
@@ -126,16 +126,19 @@ class PrecisionSeen:
             return lambda: None
         return undo
 
-    def compiled(self, executor: Any, phase: str) -> None:
-        """A graph with probes was compiled."""
+    def compiled(self, executor: Any, phase: str) -> CompiledGraph | None:
+        """A graph with probes was compiled. Returns it, None where it cannot be read."""
+        self.changed = True
         try:
-            for path, operator, dtype in graph_operators(executor, phase, self._scopes):
+            graph = CompiledGraph(executor, phase)
+            for path, operator, dtype in graph.operators(self._scopes):
                 self.operator_ran(path, operator, dtype)
                 for above in _with_those_above(path):
                     self.cell_ran(above)
         except Exception as error:  # noqa: BLE001 - a graph in a form we do not know: the trace must do
             self.failed(error)
-        self.changed = True
+            return None
+        return graph
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,10 @@ class Sink(Protocol):
         """Calls ``function``; an exception in it ends the watching, not the training."""
         ...
 
+    def called_once(self, callback: int) -> bool:
+        """Whether a compiled graph calls the Python function of this id at most once a run."""
+        ...
+
     def entering(self, path: str) -> None:
         """A watched cell is about to run (PyNative only)."""
         ...
@@ -58,17 +62,21 @@ class Sink(Protocol):
         """The gradient of a cell's output arrived: a tensor, or an array from inside a graph."""
         ...
 
-    def gradient(self, name: str, value: Any, *, reduced: bool = False) -> None:
-        """The gradient of a parameter arrived: a tensor, or an array from inside a graph."""
+    def gradient(self, name: str, value: Any, *, lasting: bool = False) -> None:
+        """The gradient of a parameter arrived: a tensor, or an array from inside a graph, which may be lasting."""
         ...
 
 
 @runtime_checkable
-class GraphReader(Protocol):
+class GraphReader(Sink, Protocol):
     """A sink that also wants to read the graphs with its probes."""
 
     def compiling(self) -> Callable[[], None]:
         """A graph with this sink's probes is about to be compiled; returns what to call afterwards. Never raises."""
+        ...
+
+    def running(self) -> None:
+        """A graph is about to run, which overwrites what callbacks were handed in its last run. Never raises."""
         ...
 
     def compiled(self, executor: Any, phase: str) -> None:

@@ -152,10 +152,12 @@ class _Registry:
         return ".".join(token for token in (wanted(sink) for sink in self._known_sinks) if token)
 
     _known_sinks: tuple[Sink, ...] = ()
+    _readers: tuple[GraphReader, ...] = ()
     silent = False
 
     def changed(self) -> None:
         self._known_sinks = tuple(self.sinks())
+        self._readers = tuple(sink for sink in self._known_sinks if isinstance(sink, GraphReader))
 
     def install(self, owner: Any) -> Callable[[], None]:
         slots: list[CellSlot | ParameterSlot] = [*self.cells.values(), *self.parameters.values()]
@@ -186,6 +188,10 @@ class _Registry:
 
         return put_back
 
+    def running(self) -> None:
+        for reader in self._readers:
+            reader.running()
+
     def compiled(self, executor: Any, phase: str) -> None:
         for reader in self._graph_readers():
             reader.compiled(executor, phase)
@@ -204,7 +210,7 @@ class _Registry:
                 sink.failed_to_compile(error)
 
     def _graph_readers(self) -> list[GraphReader]:
-        return [sink for sink in self._known_sinks if isinstance(sink, GraphReader) and wanted(sink)]
+        return [reader for reader in self._readers if wanted(reader)]
 
 
 _registry = _Registry()

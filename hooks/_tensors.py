@@ -40,7 +40,7 @@ def see(tensor: Any) -> Seen:
     return see_array(tensor.asnumpy(), name, shape)
 
 
-def see_array(array: Any, name: str, shape: tuple[int, ...]) -> Seen:
+def see_array(array: Any, name: str, shape: tuple[int, ...], lasting: bool = False) -> Seen:
     """The same for what a compiled graph hands to a Python callback: an array, or a Python float for 0-d."""
     if not isinstance(array, np.ndarray):
         array = np.asarray(array, dtype=np.float32 if name == "bfloat16" else name)
@@ -48,7 +48,7 @@ def see_array(array: Any, name: str, shape: tuple[int, ...]) -> Seen:
         array = array.view(np.uint16)
     elif name == "bfloat16":  # a 0-d bfloat16 arrives as a Python float: its bits are the upper half of float32's
         array = (np.asarray(array, np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-    return Seen(array, name, shape)
+    return Seen(array, name, shape, lasting)
 
 
 def leaves(value: Any, slot: str = "") -> Iterator[tuple[str, Any]]:
