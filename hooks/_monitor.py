@@ -8,6 +8,8 @@ from typing import Any, Literal
 import mindspore as ms
 from mindspore.train import Callback
 
+from ampdebug.hooks._flight import KEEP_BYTES, keep_options
+from ampdebug.hooks._flight_calls import TRAIN_STEP
 from ampdebug.hooks._session import Session
 
 
@@ -26,6 +28,11 @@ class AMPMonitor(Callback):
         graph: How values leave a compiled graph: by a Python ``"callback"`` (CPU only) or by ``"capture"`` in buffers
             on the device, which costs its memory; ``"auto"`` takes callbacks where they work.
         tensorboard: Directory for live TensorBoard files, None for none.
+        keep_bad_steps: How many of the first bad steps to keep, so that ``ampdebug.replay`` can run them again: batch,
+            parameters before the step, loss scale; ``.npz`` files beside the run. 0 keeps none and costs nothing.
+        keep_every: Parameters are copied to the host before step 1, 1 + keep_every, ...: one copy of their memory, and
+            the time of copying it. With more than 1 a bad step that was not skipped has parameters that are older.
+        keep_bytes: Limit for these files together, in bytes.
 
     Example:
         >>> monitor = ampdebug.AMPMonitor("runs/exp1", every=10)        # doctest: +SKIP
@@ -43,6 +50,9 @@ class AMPMonitor(Callback):
         amp_level: str | None = None,
         graph: Literal["auto", "callback", "capture"] = "auto",
         tensorboard: str | os.PathLike[str] | None = None,
+        keep_bad_steps: int = 0,
+        keep_every: int = 1,
+        keep_bytes: int = KEEP_BYTES,
     ) -> None:
         super().__init__()
         self._out = out
@@ -52,6 +62,7 @@ class AMPMonitor(Callback):
             "append": append,
             "amp_level": amp_level,
             "tensorboard": tensorboard,
+            "keep": keep_options(keep_bad_steps, keep_every, keep_bytes),
         }
         self._session: Session | None = None
 
@@ -73,6 +84,8 @@ class AMPMonitor(Callback):
     def on_train_step_begin(self, run_context: Any) -> None:
         if self._session is not None:
             self._session.begin()
+            if self._session.flight is not None:
+                self._session.flight.saw(run_context.original_args().get("train_dataset_element"), {}, TRAIN_STEP)
 
     def on_train_step_end(self, run_context: Any) -> None:
         if self._session is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +14,7 @@ from mindspore import Tensor, nn
 from ampdebug._errors import ArgumentError
 from ampdebug.hooks._cells import asked_dtype, places
 from ampdebug.hooks._environment import detect_level
+from ampdebug.hooks._pins import lost_pins
 from ampdebug.hooks._preflight_step import run_step
 from ampdebug.hooks._state import NetworkState
 from ampdebug.rules._operator_records import CellFacts, Step
@@ -155,11 +155,19 @@ def _pynative() -> Iterator[None]:
 def _put_back(net: nn.Cell, optimizer: Any) -> Iterator[None]:
     state = NetworkState(net)
     kept = NetworkState(optimizer) if isinstance(optimizer, nn.Cell) else None
+    # set_train() also leaves a flag and a phase behind, which graphs are made by.
+    modes = [(cell, cell._phase, cell.get_flags().get("training")) for _, cell in net.cells_and_names()]
     net.set_train(True)
     try:
         yield
     finally:
         state.restore(net)
+        for cell, phase, flag in modes:
+            cell._phase = phase
+            if flag is None:
+                cell._func_graph_flags.pop("training", None)
+            else:
+                cell._func_graph_flags["training"] = flag
         if kept is not None:
             kept.restore(optimizer)
 
@@ -168,19 +176,14 @@ def _level(net: nn.Cell) -> str:
     return detect_level(net, places(net))
 
 
-_TO_FLOAT = re.compile(r"'(fp16|fp32|bf16)': True")
-
-
 def cell_facts(net: nn.Cell) -> tuple[CellFacts, ...]:
     """What the precision flags of the cells tell, by path."""
-    found = []
-    for path, place in places(net).items():
-        asked = asked_dtype(place.inner)
-        # Each call of `to_float` leaves its flags at the end of this text (Cell.to_float of MindSpore 2.10).
-        history = _TO_FLOAT.findall(str(getattr(place.inner, "_cell_init_args", "")))
-        lost = "fp32" in history and asked in ("float16", "bfloat16")
-        found.append(CellFacts(path, place.cell_type, pinned_then_lost=lost, asked=asked))
-    return tuple(found)
+    found = places(net)
+    lost = lost_pins(found)
+    return tuple(
+        CellFacts(path, place.cell_type, pinned_then_lost=path in lost, asked=asked_dtype(place.inner))
+        for path, place in found.items()
+    )
 
 
 def _name(net: nn.Cell) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from ampdebug.hooks._shadow import LOW, _cast, flat_tensors, full_precision, map
 from ampdebug.hooks._tensors import FLOATING
 
 Array = np.ndarray[Any, Any]
+# What a call that cannot be made in float32, or followed, raises; the step goes on without it.
+CALL_ERRORS = (RuntimeError, TypeError, ValueError, NotImplementedError)
 
 
 def values_of(tensor: Any) -> Array | None:
@@ -56,18 +59,73 @@ def deviation(low: Any, high: Any) -> float | None:
     return float(np.abs(wide[good] - reference[good]).max()) / spread if spread else None
 
 
+def follow_gradient(tensor: Any, arrived: Callable[[TensorStats], None]) -> Any | None:
+    """Asks for the gradient of a tensor; gives the handle of the hook, None where no gradient can come."""
+
+    def hook(gradient: Any) -> None:
+        stats = None if gradient is None else stats_of(gradient)  # None: no gradient reaches this result
+        if stats is not None:
+            arrived(stats)
+
+    try:
+        return tensor.register_hook(hook)
+    except CALL_ERRORS:
+        return None  # a tensor outside of any gradient, or a view: its gradient stays unknown
+
+
 class Float32Run:
-    """A watcher under which every operator computes in float32, whatever the level says."""
+    """A watcher under which every operator computes in float32, whatever the level says.
+
+    Args:
+        follow: Measure the gradients of the operators' results.
+
+    Attributes:
+        names: Of the operators that were called, in order.
+        gradients: ``{(operator, result): statistics}`` where they are followed.
+    """
+
+    def __init__(self, *, follow: bool = False) -> None:
+        self.names: list[str] = []
+        self.gradients: dict[tuple[int, int], TensorStats] = {}
+        self._follow = follow
+        self._handles: list[Any] = []
+
+    def release(self) -> None:
+        """Takes the hooks out; what was measured stays."""
+        while self._handles:
+            self._handles.pop().remove()
 
     def on_cell(self, cell: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
         return call()
 
     def on_compiled(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
         with full_precision():
-            return call()
+            return self._seen(name, call())
 
     def on_operator(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return in_float32(name, function, args, kwargs)
+        return self._seen(name, in_float32(name, function, args, kwargs))
+
+    def gradients_as_in(self, names: list[str]) -> dict[tuple[int, int], TensorStats]:
+        """The gradients by the numbers that operators have in another run of the network, given the names of those."""
+        # A level's own casts are left out where there is nothing to cast.
+        there = [index for index, name in enumerate(self.names) if not is_cast(name)]
+        here = [index for index, name in enumerate(names) if not is_cast(name)]
+        # A network that takes another way in float32 has other operators: their numbers would mean something else.
+        if [self.names[index] for index in there[: len(here)]] != [names[index] for index in here]:
+            return {}
+        number = dict(zip(there, here, strict=False))
+        return {(number[i], slot): stats for (i, slot), stats in self.gradients.items() if i in number}
+
+    def _seen(self, name: str, result: Any) -> Any:
+        index = len(self.names)
+        self.names.append(name)
+        if self._follow:
+            for slot, tensor in enumerate(flat_tensors(result)):
+                if tensor.dtype in FLOATING:
+                    handle = follow_gradient(tensor, partial(self.gradients.__setitem__, (index, slot)))
+                    if handle is not None:
+                        self._handles.append(handle)
+        return result
 
 
 def in_float32(name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

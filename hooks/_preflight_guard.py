@@ -44,10 +44,11 @@ def cleared_after_failure() -> Iterator[None]:
 
     Without that the next gradient of some operators fails ("For LayerNormGrad, the index 7 is out of range").
     """
-    with balanced_precision():
-        try:
+    try:
+        # The stack is balanced first: clearing empties it, and taking entries off an empty one crashes a later call.
+        with balanced_precision():
             yield
-        except BaseException:
-            _pynative_executor.set_grad_flag(False)
-            _pynative_executor.clear_res()
-            raise
+    except BaseException:
+        _pynative_executor.set_grad_flag(False)
+        _pynative_executor.clear_res()
+        raise

@@ -6,6 +6,7 @@ import linecache
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,17 @@ from ampdebug._sites import is_cast, is_transparent
 from ampdebug._tensor_stats import TensorStats
 from ampdebug.hooks._cells import cell_type
 from ampdebug.hooks._interpose import Function
-from ampdebug.hooks._preflight_float32 import deviation, in_float32, stats_of, values_of, widened
+from ampdebug.hooks._preflight_float32 import (
+    CALL_ERRORS as CALL_ERRORS,
+)
+from ampdebug.hooks._preflight_float32 import (
+    deviation,
+    follow_gradient,
+    in_float32,
+    stats_of,
+    values_of,
+    widened,
+)
 from ampdebug.hooks._preflight_guard import balanced_precision
 from ampdebug.hooks._protect import _is_in_place
 from ampdebug.hooks._shadow import flat_tensors, full_precision, map_tensors
@@ -28,8 +39,6 @@ from ampdebug.rules._operator_records import CellFacts, LabelFacts, Operand, Ope
 _ROW_KINDS = ("softmax", "logsoftmax", "max", "logsumexp", "softmaxext", "logsoftmaxext")
 _NORM_KINDS = ("batchnorm", "layernorm", "groupnorm", "instancenorm", "rmsnorm")
 _RANDOM = ("dropout", "random", "bernoulli", "uniform", "normal", "multinomial")
-# What a call that cannot be repeated in float32 raises; the step goes on without a reference for it.
-CALL_ERRORS = (RuntimeError, TypeError, ValueError, NotImplementedError)
 
 
 class OperatorRecorder:
@@ -175,24 +184,15 @@ class OperatorRecorder:
             shape = tuple(int(n) for n in tensor.shape)
             found.append(Result(dtype_name(tensor.dtype), shape, stats))
             if stats is not None and self.phase != "update":
-                self._follow_gradient(tensor, (made.index, slot))
+                handle = follow_gradient(tensor, partial(self.gradients.__setitem__, (made.index, slot)))
+                if handle is not None:
+                    self._handles.append(handle)
         if self._wants_reference(made, found):
             exact = self._in_float32(function, args, kwargs)
             for slot, (seen, low, high) in enumerate(zip(found, tensors, exact, strict=False)):
                 if seen.stats is not None and tuple(high.shape) == seen.shape and high.dtype in FLOATING:
                     found[slot] = replace(seen, reference=stats_of(high), error=deviation(low, high))
         return tuple(found)
-
-    def _follow_gradient(self, tensor: Any, key: tuple[int, int]) -> None:
-        def arrived(gradient: Any) -> None:
-            stats = None if gradient is None else stats_of(gradient)  # None: no gradient reaches this result
-            if stats is not None:
-                self.gradients[key] = stats
-
-        try:
-            self._handles.append(tensor.register_hook(arrived))
-        except CALL_ERRORS:
-            return  # a tensor outside of any gradient, or a view: its gradient stays unknown
 
     def _wants_reference(self, made: Operator, results: list[Result]) -> bool:
         first = next((r for r in results if r.stats is not None), None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mindspore
@@ -15,6 +17,7 @@ from mindspore import dtype as mstype
 
 from ampdebug._errors import ArgumentError
 from ampdebug._stats import summarize
+from ampdebug._tensor_stats import TensorStats
 from ampdebug.hooks._cells import places, unwrap
 from ampdebug.hooks._interpose import interpose
 from ampdebug.hooks._operators import known_paths
@@ -34,6 +37,8 @@ from ampdebug.rules._operator_records import (
     Step,
     Variable,
 )
+
+Randomness = Callable[[], AbstractContextManager[None]]
 
 LOSS_PATH = "(loss)"
 _SEED = 20250101
@@ -57,6 +62,10 @@ def run_step(
     optimizer: Any,
     level: str,
     cells: tuple[CellFacts, ...],
+    *,
+    loss_scale: float = 1.0,
+    randomness: Randomness | None = None,
+    exact_gradients: dict[tuple[int, int], TensorStats] | None = None,
 ) -> Step:
     """Runs the step and gives what was seen.
 
@@ -67,7 +76,12 @@ def run_step(
         optimizer: See ``check``.
         level: For the record.
         cells: Facts known beforehand.
+        loss_scale: What the loss is multiplied with before the backward pass; the gradients come out scaled.
+        randomness: Makes a context in which the random generators stand where they are to start; a fixed seed without.
+        exact_gradients: Is filled with the gradients of the operators' results in the float32 run, by number of the
+            operator and of the result.
     """
+    randomness = randomness or partial(seeded, _SEED)
     taken = _taken(net, batch, loss_fn)
     given, labels = batch[:taken], batch[taken:]
     weights = _weights(net, optimizer)
@@ -80,10 +94,11 @@ def run_step(
         recorder.name_input(tensor, f"input {number}")
     done, failure = _Pass(), ""
     found_labels = list(label_facts(labels))
-    with seeded(_SEED), interpose(recorder):
+    run = partial(_pass, net, given, labels, loss_fn, weights, loss_scale=loss_scale)
+    with randomness(), interpose(recorder):
         try:
             with cleared_after_failure():
-                recorder.tracker.run_cell(root, lambda: _pass(net, given, labels, loss_fn, weights, done, recorder))
+                recorder.tracker.run_cell(root, lambda: run(done, recorder))
             output_error = None
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             output_error = error
@@ -104,7 +119,10 @@ def run_step(
     found_labels += recorder.labels
     if loss_fn is None and not failure:
         found_labels += shape_labels(labels, score_shape(done.output))
-    exact = _Pass() if failure else _exact(net, given, labels, loss_fn, weights, before, earlier)
+    watcher = Float32Run(follow=exact_gradients is not None)
+    exact = _Pass() if failure else _exact(net, run, watcher, randomness, before)
+    if exact_gradients is not None:
+        exact_gradients.update(watcher.gradients_as_in([operator.name for operator in operators]))
     return Step(
         level=level,
         operators=operators,
@@ -161,6 +179,7 @@ def _pass(
     weights: list[Any],
     done: _Pass,
     recorder: OperatorRecorder | None,
+    loss_scale: float = 1.0,
 ) -> None:
     def forward(*values: Any) -> Any:
         if recorder is not None:
@@ -184,6 +203,9 @@ def _pass(
                 with unseen(recorder):
                     loss = _stand_in(floats)
         done.loss = loss
+        if loss_scale != 1.0 and loss is not None:
+            with unseen(recorder) if recorder is not None else nullcontext():
+                return loss * loss_scale  # in the loss's own dtype, as the train cells and scalers of MindSpore do
         return loss
 
     if not weights:
@@ -208,25 +230,25 @@ def _stand_in(outputs: list[Any]) -> Any:
 
 def _exact(
     net: nn.Cell,
-    given: tuple[Any, ...],
-    labels: tuple[Any, ...],
-    loss_fn: Callable[..., Any] | None,
-    weights: list[Any],
+    run: Callable[[_Pass, None], None],
+    watcher: Float32Run,
+    randomness: Randomness,
     before: NetworkState,
-    earlier: dict[str, Array],
 ) -> _Pass:
     """The same step with every operator in float32; the network's state comes out as it went in."""
     after = NetworkState(net)
     before.restore(net)
     done = _Pass()
     try:
-        with seeded(_SEED), cleared_after_failure(), interpose(Float32Run()):
-            _pass(net, given, labels, loss_fn, weights, done, None)
+        with randomness(), cleared_after_failure(), interpose(watcher):
+            run(done, None)
             for tensor in flat_tensors(done.output):
                 values_of(tensor)  # waits for it: an error comes out here and not in the next run
     except (RuntimeError, ValueError, TypeError, IndexError):
         done = _Pass()
+        watcher.gradients.clear()
     finally:
+        watcher.release()
         after.restore(net)
     return done
 

@@ -25,12 +25,18 @@ from mindspore.train import Model
 from ampdebug._errors import ArgumentError, NoObservationsError, RunExistsError
 from ampdebug.hooks._cells import is_train_cell
 from ampdebug.hooks._environment import rank_and_size
+from ampdebug.hooks._flight import KEEP_BYTES, keep_options
 from ampdebug.hooks._monitor import AMPMonitor
 from ampdebug.hooks._watch import Watch
 
 
 def run_script(
-    path: str | os.PathLike[str], arguments: Sequence[str] = (), *, out: str | os.PathLike[str], every: int = 1
+    path: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    *,
+    out: str | os.PathLike[str],
+    every: int = 1,
+    keep_bad_steps: int = 0,
 ) -> int:
     """Runs a training script and records what it trains.
 
@@ -41,6 +47,7 @@ def run_script(
         arguments: Its arguments, ``sys.argv[1:]`` for it.
         out: Directory of the run. A second network goes to ``OUT-2`` and so on.
         every: As for :class:`AMPMonitor`.
+        keep_bad_steps: As for :class:`AMPMonitor`, for each network.
 
     Returns:
         The script's own exit status: what it gave to ``sys.exit``, 1 after an exception, 130 after Ctrl-C.
@@ -57,7 +64,8 @@ def run_script(
     taken = out / f"ampdebug-rank{rank}.sqlite"
     if taken.exists():
         raise RunExistsError(f"{taken} exists: the script was not started. Give another directory: --out DIR")
-    watched = _Watched(out, every)
+    keep_options(keep_bad_steps, 1, KEEP_BYTES)  # a wrong number is said before the script starts
+    watched = _Watched(out, every, keep_bad_steps)
     with ExitStack() as stack:
         watched.patch(stack)
         for name, own in (("argv", sys.argv), ("path", sys.path)):
@@ -112,11 +120,12 @@ class _Watched:
         own_monitors: The script brought an :class:`AMPMonitor` of its own.
     """
 
-    def __init__(self, out: Path, every: int) -> None:
+    def __init__(self, out: Path, every: int, keep_bad_steps: int) -> None:
         self.directories: list[Path] = []
         self.own_monitors = False
         self._out = out
         self._every = every
+        self._keep_bad_steps = keep_bad_steps
         self._training_by_model = 0
         self._networks: weakref.WeakKeyDictionary[Any, Path] = weakref.WeakKeyDictionary()
         self._watches: list[Watch] = []
@@ -155,14 +164,16 @@ class _Watched:
         again = self._networks.get(model._network)
         directory = again or self._next_directory()
         self._networks[model._network] = directory
-        return [AMPMonitor(directory, every=self._every, append=again is not None), *given]
+        append = again is not None
+        return [AMPMonitor(directory, every=self._every, append=append, keep_bad_steps=self._keep_bad_steps), *given]
 
     def _look_at(self, cell: Any) -> None:
         self._cells.add(cell)
         if not is_train_cell(cell):
             return
         self._cells.update(inner for _, inner in cell.cells_and_names())  # a train cell inside is a part of this one
-        watch = Watch(cell, self._next_directory(), silence="warn", every=self._every)
+        keep = keep_options(self._keep_bad_steps, 1, KEEP_BYTES)
+        watch = Watch(cell, self._next_directory(), silence="warn", every=self._every, keep=keep)
         watch.__enter__()
         self._watches.append(watch)
 

@@ -26,6 +26,7 @@ from ampdebug.hooks import _slots
 from ampdebug.hooks._capture import Capture
 from ampdebug.hooks._cells import Place, asked_dtype, describe, find_train_cell, own_parameters, places
 from ampdebug.hooks._environment import describe_run, mode_name, rank_and_size
+from ampdebug.hooks._flight import FlightRecorder, Keep
 from ampdebug.hooks._lints import lint
 from ampdebug.hooks._listener import Listener
 from ampdebug.hooks._live import LiveTensorBoard
@@ -53,6 +54,7 @@ class Session(Listener):
         graph: How values leave a compiled graph: by a Python ``callback`` (CPU only), or by ``capture`` in buffers on
             the device; ``auto`` takes callbacks where they work.
         tensorboard: Directory for live TensorBoard files, or None.
+        keep: What to keep of bad steps, or None.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Session(Listener):
         silence: Literal["raise", "warn"] = "warn",
         graph: Literal["auto", "callback", "capture"] = "auto",
         tensorboard: str | os.PathLike[str] | None = None,
+        keep: Keep | None = None,
     ) -> None:
         if not isinstance(target, nn.Cell):
             raise ArgumentError(
@@ -93,6 +96,11 @@ class Session(Listener):
         super().__init__(found, select(found, cells), self._site_id, parameters, train_cell, graph)
         self.writer = RunWriter(out, rank=self.rank, append=append)
         self.step_number = self.writer.last_step  # an appended run goes on counting
+        self.flight: FlightRecorder | None = None
+        if keep is not None:
+            self.flight = FlightRecorder(
+                keep, found, out, self.rank, train_cell is None, self.note, self.writer.put_event
+            )
         self._live: LiveTensorBoard | None = None
         self._tensorboard = tensorboard
         self._append = append
@@ -122,6 +130,8 @@ class Session(Listener):
             for event in lint(self.train_cell, self.optimizer, self.places, meta["amp_level"]):
                 self.note(event.kind, event.message, **event.data)
             self._listen(self.world_size)
+            if self.flight is not None:
+                self.flight.attach()
         except BaseException:
             self.close("failed")
             raise
@@ -129,6 +139,8 @@ class Session(Listener):
     def detach(self) -> None:
         """Takes everything out of the network again. May be called twice."""
         self._ignore()
+        if self.flight is not None:
+            self.flight.detach()
 
     def close(self, status: Literal["finished", "failed"] = "finished") -> None:
         """Detaches and closes the file."""
@@ -187,6 +199,8 @@ class Session(Listener):
         self._scale = read_scale(self.scale_source)
         self._rate = read_learning_rate(self.optimizer, evaluate=self._sampled)
         self.parameters.before(self.recorder if self._sampled else None)
+        if self.flight is not None:
+            self.flight.begin(self.step_number)
         self._own = time.perf_counter() - self._started
         self.begun = True
         self.active = self._sampled
@@ -259,6 +273,8 @@ class Session(Listener):
         step.monitor_seconds = self._own + now - started
         step.seconds = now - self._started
         self._write(step)
+        if self.flight is not None:
+            self.flight.end(step)
         self.last = step
         return step
 

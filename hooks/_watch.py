@@ -15,6 +15,8 @@ from ampdebug._errors import ArgumentError, NoObservationsError
 from ampdebug._records import Step
 from ampdebug.hooks import _slots
 from ampdebug.hooks._environment import mode_name
+from ampdebug.hooks._flight import KEEP_BYTES, keep_options
+from ampdebug.hooks._flight_calls import BY_HAND, TRAIN_STEP
 from ampdebug.hooks._graph_probe import GraphProbe
 from ampdebug.hooks._session import Session
 from ampdebug.hooks._tensors import scalar
@@ -75,6 +77,7 @@ class Watch:
         grads: Any = None,
         learning_rate: float | None = None,
         epoch: int | None = None,
+        batch: Any = None,
         **extra: float,
     ) -> Step | None:
         """Ends a step of a functional loop.
@@ -89,6 +92,8 @@ class Watch:
             grads: The unscaled gradients in the optimizer's order. Needed only where they can't be seen by themselves.
             learning_rate: The rate used.
             epoch: Counted from 1.
+            batch: What the step was run on, for ``keep_bad_steps``: a tuple of the network's inputs and labels. Needed
+                only where it can't be seen in the call of the gradient function or of the compiled step.
             extra: Further numbers to keep with the step, by name.
 
         Returns:
@@ -120,6 +125,8 @@ class Watch:
             session.guard(session.take_gradients, grads)
         if extra:
             known["extra"] = {name: scalar(value) for name, value in extra.items()}
+        if batch is not None and session.flight is not None:
+            session.flight.saw(batch, {}, BY_HAND)
         step = session.end(**known)
         session.begin()
         return step
@@ -127,11 +134,15 @@ class Watch:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Nothing is observed inside, for an evaluation in the middle of the loop."""
-        before = self._session.active
+        before, flight = self._session.active, self._session.flight
         self._session.active = False
+        if flight is not None:
+            flight.paused = True
         try:
             yield
         finally:
+            if flight is not None:
+                flight.paused = False
             self._session.active = before and not self._session.off
 
 
@@ -147,6 +158,9 @@ def watch(
     amp_level: str | None = None,
     graph: Literal["auto", "callback", "capture"] = "auto",
     tensorboard: str | os.PathLike[str] | None = None,
+    keep_bad_steps: int = 0,
+    keep_every: int = 1,
+    keep_bytes: int = KEEP_BYTES,
 ) -> Watch:
     """Watches a network while it trains, in a functional loop or in a train cell, in PyNative and graph mode.
 
@@ -162,6 +176,11 @@ def watch(
         graph: How values leave a compiled graph: by a Python ``"callback"`` (CPU only) or by ``"capture"`` in buffers
             on the device, which costs its memory; ``"auto"`` takes callbacks where they work.
         tensorboard: Directory for live TensorBoard files, None for none.
+        keep_bad_steps: How many of the first bad steps to keep, so that ``ampdebug.replay`` can run them again: batch,
+            parameters before the step, loss scale; ``.npz`` files beside the run. 0 keeps none and costs nothing.
+        keep_every: Parameters are copied to the host before step 1, 1 + keep_every, ...: one copy of their memory, and
+            the time of copying it. With more than 1 a bad step that was not skipped has parameters that are older.
+        keep_bytes: Limit for these files together, in bytes.
 
     Returns:
         A context manager; inside it, each call of a train cell, or each :meth:`Watch.step`, is a step.
@@ -192,6 +211,7 @@ def watch(
         amp_level=amp_level,
         graph=graph,
         tensorboard=tensorboard,
+        keep=keep_options(keep_bad_steps, keep_every, keep_bytes),
     )
 
 
@@ -211,6 +231,7 @@ class _TrainCellCalls:
 
         def compile_and_run(*args: Any, **kwargs: Any) -> Any:
             self._begin()
+            self._saw(args, kwargs)
             outputs = run_graph(*args, **kwargs)
             self._end(outputs)
             return outputs
@@ -233,6 +254,9 @@ class _TrainCellCalls:
     def failed_to_compile(self, error: Exception) -> None:
         raise AssertionError("a train cell carries no compiled probe") from error
 
+    def called_once(self, callback: int) -> bool:
+        raise AssertionError("a train cell carries no compiled probe")
+
     def guard(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._session.guard(function, *args)
 
@@ -240,7 +264,12 @@ class _TrainCellCalls:
         self._begin()
 
     def python_call(self, path: str, cell_type: str, args: Any, kwargs: Any, output: Any) -> None:
+        self._saw(args, kwargs)
         self._end(output)
+
+    def _saw(self, args: Any, kwargs: Any) -> None:
+        if self._session.flight is not None:
+            self._session.flight.saw(args, kwargs, TRAIN_STEP)
 
     def _begin(self) -> None:
         self._session.begin()
@@ -260,7 +289,7 @@ class _TrainCellCalls:
     def output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
         raise AssertionError("a train cell's outputs are not differentiated")
 
-    def gradient(self, name: str, value: Any, *, reduced: bool = False) -> None:
+    def gradient(self, name: str, value: Any, *, lasting: bool = False) -> None:
         raise AssertionError("a train cell's calls have no gradient of their own")
 
 
