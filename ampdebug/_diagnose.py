@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from ampdebug._errors import ArgumentError, FormatError
+from ampdebug._ranks import RANKS, RankLog, RankLogs, describe, judge_ranks, read_directory, together
 from ampdebug.logs import Coverage, read_log
 from ampdebug.rules import Finding, History, judge
 from ampdebug.rules._timeline import timeline
@@ -135,8 +136,8 @@ def diagnose(
     """Say what happened to the numbers of a run and why.
 
     Args:
-        source: A training log (path, also .gz/.bz2/.xz; ``"-"`` for standard input; an open file), the directory or
-            file of a monitor's run, an ``ampdebug.Trace``, or an open run.
+        source: A training log (path, also .gz/.bz2/.xz; ``"-"`` for standard input; an open file), a directory with
+            the logs of several ranks, the directory or file of a monitor's run, an ``ampdebug.Trace``, or an open run.
         format: For logs: read only this format of the table (``ampdebug.logs.BY_NAME``).
         pattern: For logs: a regular expression with the named groups step, loss, scale, overflow, grad_norm, lr, rank,
             epoch.
@@ -166,15 +167,19 @@ def diagnose(
                 + "; name its layout with pattern=r'... (?P<step>\\d+) ... (?P<loss>\\S+) ...', or feed "
                 "ampdebug.Trace from the loop"
             )
-        findings = judge(history)
+        ranks = history.facts.get("ranks")
+        findings = judge_ranks(ranks) if isinstance(ranks, RankLogs) else judge(history)
         looked, unknown = _looked_at(history, coverage), _unknown(history, coverage)
+        if isinstance(ranks, RankLogs):
+            looked = (*describe(ranks), *looked)
         if against is not None:
             from ampdebug.rules.compare import compare
 
             other, _ = _open(against, opened, format=format, pattern=pattern, progress=progress)
             findings = (*findings, *compare(history, other))
             looked = (*looked, f"Compared with {other.name}: {other.totals.logged} steps.")
-        return Diagnosis(history.name, findings, looked, unknown, timeline(history))
+        name = ranks.name if isinstance(ranks, RankLogs) else history.name
+        return Diagnosis(name, findings, looked, unknown, timeline(history))
 
 
 def _open(
@@ -195,20 +200,36 @@ def _open(
         path = Path(source)
         if _is_run(path):
             from ampdebug._run import open_run
-            from ampdebug.rules._run import history_of_run
 
-            return history_of_run(opened.enter_context(open_run(path))), None
+            run = opened.enter_context(open_run(path))
+            return _with_other_ranks(run, path, opened), None
         if path.is_dir():
-            raise FormatError(
-                f"{os.fspath(source)!r} is a directory without a recorded run (no ampdebug-rank*.sqlite in it); give a "
-                "log file in it"
-            )
+            ranks = read_directory(path, format=format, pattern=pattern, progress=progress)
+            ranks.main.history.facts["ranks"] = ranks
+            return ranks.main.history, ranks.main.coverage
     elif not isinstance(source, str) and not hasattr(source, "read"):
         raise ArgumentError(
             f"source={source!r} is of type {type(source).__name__}; give a path, '-', an open file, a Trace or a run"
         )
     log: str | os.PathLike[str] | IO[Any] = source
     return read_log(log, format=format, pattern=pattern, progress=progress)
+
+
+def _with_other_ranks(run: Any, path: Path, opened: ExitStack) -> History:
+    """The history of a run; where the directory holds other ranks' runs, what they say is compared with it."""
+    from ampdebug._run import open_run
+    from ampdebug.rules._run import history_of_run
+
+    files = sorted(path.glob("ampdebug-rank*.sqlite")) if path.is_dir() else []
+    if len(files) < 2:
+        return history_of_run(run)
+    logs = []
+    for file in files[:RANKS]:
+        other = opened.enter_context(open_run(file))
+        logs.append(RankLog(int(file.stem.removeprefix("ampdebug-rank")), file.name, history_of_run(other), None))
+    ranks = together(os.fspath(path), sorted(logs, key=lambda log: log.rank))
+    ranks.main.history.facts["ranks"] = ranks
+    return ranks.main.history
 
 
 def _is_run(path: Path) -> bool:

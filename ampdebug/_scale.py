@@ -6,8 +6,10 @@ The rules are those of the frameworks; each policy's docstring says whose.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,6 +112,39 @@ class ScaleSimulation:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {"replays": [replay.to_dict() for replay in self.replays], "best": self.best().policy}
+
+    def draw(self) -> npt.NDArray[np.uint8]:
+        """The scale and the skipped steps of each policy as a picture, uint8 RGB [height, width, 3]."""
+        from ampdebug.report.scale_chart import draw_replays
+
+        return draw_replays(
+            max(r.steps for r in self.replays), [(r.policy, r.scales.tolist(), r.skipped) for r in self.replays]
+        )
+
+    def write_tensorboard(self, logdir: str | os.PathLike[str]) -> Path:
+        """Write the picture and the table to a TensorBoard event file.
+
+        Args:
+            logdir: Directory for the event file, made if missing.
+
+        Returns:
+            The file.
+
+        Raises:
+            ArgumentError: The directory holds event files already.
+            StoreError: It cannot be written.
+        """
+        from ampdebug.report.event_file import EventFile
+
+        file = EventFile(Path(logdir), append=False)
+        try:
+            table = "\n".join(f"    {line}" for line in str(self).splitlines())
+            file.write(
+                0, [file.image("simulated-loss-scale", self.draw()), file.text("simulated-loss-scale-table", table)]
+            )
+        finally:
+            file.close()
+        return file.path
 
     def __str__(self) -> str:
         width = max(len(r.policy) for r in self.replays)

@@ -11,6 +11,7 @@ import mindspore as ms
 import numpy as np
 
 from ampdebug.hooks._cells import Place, asked_dtype, cell_type, find_root
+from ampdebug.hooks._tensors import scalar
 
 
 def mode_name() -> str:
@@ -27,6 +28,16 @@ def rank_and_size() -> tuple[int, int]:
     rank = os.environ.get("RANK_ID", "0")
     size = os.environ.get("RANK_SIZE", "1")
     return (int(rank), int(size)) if rank.isdigit() and size.isdigit() else (0, 1)
+
+
+def epsilon_of(optimizer: Any) -> float | None:
+    """The epsilon that an optimizer adds to its denominator; None where it has none."""
+    for name in ("eps", "epsilon", "_eps"):
+        value = scalar(getattr(optimizer, name, None))
+        if value is not None:
+            return value
+    defaults = getattr(optimizer, "defaults", None)
+    return scalar(defaults.get("eps")) if isinstance(defaults, dict) else None
 
 
 def detect_level(target: Any, places: dict[str, Place]) -> str:

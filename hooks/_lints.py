@@ -9,10 +9,12 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 
+from ampdebug._formats import round_through
 from ampdebug._records import Event
-from ampdebug.hooks._cells import Place
-from ampdebug.hooks._environment import mode_name
+from ampdebug.hooks._cells import Place, asked_dtype
+from ampdebug.hooks._environment import epsilon_of, mode_name
 from ampdebug.hooks._loss_scale import read_scale
+from ampdebug.hooks._pins import lost_pins
 from ampdebug.hooks._tensors import scalar
 
 
@@ -29,6 +31,8 @@ def lint(train_cell: Any, optimizer: Any, places: dict[str, Place], level: str) 
         One event for each mistake.
     """
     yield from _scale_that_nobody_divides_by(train_cell, optimizer)
+    yield from _epsilon_that_is_zero(optimizer)
+    yield from _pins_that_were_lost(places)
     if level == "O1":
         yield from _first_argument(places)
     if mode_name() == "GRAPH_MODE" and ms.get_context("device_target") != "CPU":
@@ -62,6 +66,37 @@ def _scale_that_nobody_divides_by(train_cell: Any, optimizer: Any) -> Iterator[E
             f"{type(train_cell).__name__} has divided the gradients by the loss scale already, and the optimizer "
             f"divides them by {divides_by:g} once more. Leave the optimizer's loss_scale at 1.",
             {"optimizer_loss_scale": divides_by},
+        )
+
+
+def _epsilon_that_is_zero(optimizer: Any) -> Iterator[Event]:
+    """An optimizer that adds an epsilon to float16 numbers that can't hold it."""
+    epsilon = epsilon_of(optimizer)
+    if not epsilon or float(round_through([epsilon], "float16")[0]) != 0.0:
+        return
+    owned = getattr(optimizer, "parameters", None)
+    low = [p.name for p in owned or () if getattr(p, "dtype", None) == ms.float16]
+    if low:
+        name = type(optimizer).__name__
+        yield Event(
+            0,
+            "optimizer-epsilon-is-zero",
+            f"{name}'s epsilon of {epsilon:g} is 0 in float16, which {len(low)} of its parameters are kept in "
+            f"({', '.join(low[:3])}). Keep them in float32, or give an epsilon of 1e-4.",
+            {"optimizer": name, "epsilon": epsilon, "parameters": low[:20], "count": len(low)},
+        )
+
+
+def _pins_that_were_lost(places: dict[str, Place]) -> Iterator[Event]:
+    """Cells that ``to_float`` set to float32 and a later call set to 16 bits."""
+    for path, known_by in lost_pins(places).items():
+        place = places[path]
+        asked = asked_dtype(place.inner)
+        yield Event(
+            0,
+            "float32-pin-lost",
+            f"{place.cell_type} {path!r} was set to float32 with to_float, and a later call set it to {asked} again.",
+            {"path": path, "cell_type": place.cell_type, "asked": asked, "known_by": known_by},
         )
 
 

@@ -8,6 +8,7 @@ from what a format can show.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -622,6 +623,96 @@ def _generic(moments: list[Moment], interval: int, setup: Setup) -> list[str]:
     ]
 
 
+def _timm(moments: list[Moment], interval: int, setup: Setup) -> list[str]:
+    return [
+        f"Train: {m.epoch - 1} [{m.epoch_step - 1:4d}/{setup.epoch_steps} "
+        f"({100 * m.epoch_step // setup.epoch_steps:3d}%)]  Loss: {m.loss:#.3g} ({m.loss:#.3g})  Time: 0.345s,  "
+        f"741.12/s  (0.345s,  741.12/s)  LR: {m.lr:.3e}  Data: 0.010"
+        for m in moments
+        if (m.epoch_step - 1) % interval == 0
+    ]
+
+
+def _json_lines(moments: list[Moment], interval: int, setup: Setup) -> list[str]:
+    return [
+        json.dumps(
+            {
+                "train/global_step": m.step,
+                "train/loss": m.loss,
+                "train/loss_scale": m.scale,
+                "train/grad_norm": m.norm,
+                "train/overflow": m.overflow,
+                "_runtime": 3.2 * m.step,
+            }
+        )
+        for m in _on(moments, interval)
+    ]
+
+
+def _csv(moments: list[Moment], interval: int, setup: Setup) -> list[str]:
+    rows = [f"{m.epoch - 1},{m.lr:.4g},{m.step},{m.loss:.6g},{m.scale:g},{m.norm:.5g}," for m in _on(moments, interval)]
+    return ["epoch,lr-SGD,step,train_loss,loss_scale,grad_norm,val_loss", *rows]
+
+
+def _icefall(moments: list[Moment], interval: int, setup: Setup) -> list[str]:
+    return [
+        f"2022-05-10 08:00:00,123 INFO [train.py:842] (0/8) Epoch {m.epoch}, batch {m.epoch_step - 1}, "
+        f"loss[loss={m.loss:.4g}, simple_loss=1.0, over 4000.00 frames.], tot_loss[loss={m.loss:.4g}, over 40000.00 "
+        f"frames.], batch size: 20, lr: {m.lr:.2e}, grad_scale: {m.scale_after}"
+        for m in _on(moments, interval)
+    ]
+
+
+def _trainer_state(moments: list[Moment], interval: int, setup: Setup) -> list[str]:
+    history = [
+        {
+            "epoch": m.step / setup.epoch_steps,
+            "grad_norm": m.norm,
+            "learning_rate": m.lr,
+            "loss": m.loss,
+            "step": m.step,
+        }
+        for m in _on(moments, interval)
+    ]
+    return json.dumps({"best_metric": None, "log_history": history, "max_steps": setup.steps}, indent=2).split("\n")
+
+
+def _keras(moments: list[Moment], interval: int, setup: Setup) -> list[str]:
+    out: list[str] = []
+    mean = 0.0
+    for m in moments:
+        if m.epoch_step == 1:
+            out.append(f"Epoch {m.epoch}/30")
+            mean = 0.0
+        mean += (m.loss - mean) / m.epoch_step
+        if m.step % interval == 0:
+            out.append(
+                f"{m.epoch_step:5d}/{setup.epoch_steps} [=====>........................] - ETA: 10s - loss: {mean:.4f} "
+                "- accuracy: 0.1123"
+            )
+    return out
+
+
+def _hand_written(moments: list[Moment], interval: int, setup: Setup) -> list[str]:
+    """The step begins anew in each epoch, and the values come in an order of their own."""
+    return [
+        f"Epoch {m.epoch} | Loss {m.loss:.4f} | Step {m.epoch_step} | found_inf={float(m.overflow)} | Scale {m.scale} "
+        f"| Grad Norm: {m.norm:.4f}"
+        for m in _on(moments, interval)
+    ]
+
+
+def _ranked(moments: list[Moment], interval: int, setup: Setup) -> list[str]:
+    """torchrun's prefixes, every rank with its own line."""
+    rng = random.Random(setup.seed)
+    return [
+        f"[rank{rank}]:2024-10-09 12:00:00,123 - root - INFO - step: {m.step}  loss: {m.loss:8.4f}  grad_norm: "
+        f"{m.norm:7.4f}  loss_scale: {m.scale:g}  memory: 40.20GiB(42.30%)  tps: 3,456  mfu: 38.90%"
+        for m in _on(moments, interval)
+        for rank in rng.sample(range(4), 4)
+    ]
+
+
 _L, _O, _S, _N = "loss", "overflow", "scale", "norm"
 STYLES: dict[str, Style] = {
     style.name: style
@@ -651,6 +742,14 @@ STYLES: dict[str, Style] = {
         Style("wenet", frozenset({_L, _N}), _wenet, (1, 10)),
         Style("lightning", frozenset({_L}), _lightning, (1,)),
         Style("generic", frozenset({_L, _O, _S, _N}), _generic, (1, 10)),
+        Style("timm", frozenset({_L}), _timm, (1, 10)),
+        Style("json-lines", frozenset({_L, _O, _S, _N}), _json_lines, (1, 10)),
+        Style("csv", frozenset({_L, _S, _N}), _csv, (1, 10)),
+        Style("icefall", frozenset({_L, _S}), _icefall, (1, 10)),
+        Style("trainer-state", frozenset({_L, _N}), _trainer_state, (1, 10)),
+        Style("keras", frozenset({_L}), _keras, (1, 10)),
+        Style("hand-written", frozenset({_L, _O, _S, _N}), _hand_written, (1, 10)),
+        Style("ranked", frozenset({_L, _S, _N}), _ranked, (1, 10)),
     )
 }
 
@@ -702,7 +801,7 @@ def _noise_lines(rng: random.Random, lines: list[str]) -> list[str]:
 def _render(setup: Setup, style: Style, interval: int, rng: random.Random) -> bytes:
     moments = list(train(setup))
     lines = style.write(moments, interval, setup)
-    if style.name != "lightning":
+    if style.name not in ("lightning", "trainer-state"):
         lines = _noise_lines(rng, lines)
     newline = "\r\n" if rng.random() < 0.1 and "\r" not in "".join(lines[:20]) else "\n"
     return (newline.join(lines) + newline).encode()
@@ -757,8 +856,14 @@ def _pick(rng: random.Random, names: tuple[str, ...]) -> Style:
     return STYLES[rng.choice(names)]
 
 
-_SCALED_STEPWISE = ("mindformers", "mindformers-mean", "bert", "bert-benchmark", "pangu", "generic")
-_LOSS_ONLY = ("mindocr", "mindcv", "loss-monitor", "nanogpt", "lightning", "mmengine", "wenet")
+_SCALED_STEPWISE = (
+    *("mindformers", "mindformers-mean", "bert", "bert-benchmark", "pangu", "generic", "json-lines", "hand-written"),
+    "ranked",
+)
+_LOSS_ONLY = (
+    *("mindocr", "mindcv", "loss-monitor", "nanogpt", "lightning", "mmengine", "wenet", "timm", "trainer-state"),
+    "keras",
+)
 
 
 def _fault(name: str, rng: random.Random, seed: int) -> tuple[Setup, Style, int, frozenset[str]]:
@@ -870,7 +975,9 @@ def _fault(name: str, rng: random.Random, seed: int) -> tuple[Setup, Style, int,
         setup.steps = max(setup.steps, setup.forward_breaks + 12 * interval)
         expected = {"nan-permanent-params-corrupted"}
     elif name == "window-too-short":
-        style = _pick(rng, ("fairseq", "mindformers", "bert", "pangu", "mindone", "deepspeed", "apex", "generic"))
+        style = _pick(
+            rng, ("fairseq", "mindformers", "bert", "pangu", "mindone", "deepspeed", "apex", "generic", "hand-written")
+        )
         window = rng.choice((8, 12, 16, 24))
         start_scale = 2.0 ** math.floor(15.9 - setup.grad_log2 - 1)
         setup.scaler = lambda: (
@@ -884,7 +991,7 @@ def _fault(name: str, rng: random.Random, seed: int) -> tuple[Setup, Style, int,
         interval = rng.choice(style.intervals)
         expected = {"scale-oscillates-window-too-short"}
     elif name == "norm-scaled":
-        style = _pick(rng, ("swin", "mindformers", "megatron", "generic", "fairseq"))
+        style = _pick(rng, ("swin", "mindformers", "megatron", "generic", "fairseq", "csv", "json-lines"))
         setup.norm_is_scaled = True
         setup.noise = 0.25
         window = rng.choice((150, 200))
@@ -897,7 +1004,7 @@ def _fault(name: str, rng: random.Random, seed: int) -> tuple[Setup, Style, int,
     elif name == "divergence":
         style = _pick(
             rng,
-            ("mindcv", "mindocr", "nanogpt", "mindformers", "bert", "swin", "megatron"),
+            ("mindcv", "mindocr", "nanogpt", "mindformers", "bert", "swin", "megatron", "timm", "json-lines", "csv"),
         )
         interval = rng.choice([i for i in style.intervals if i <= 10])
         setup.diverge = start
@@ -940,7 +1047,7 @@ def _fault(name: str, rng: random.Random, seed: int) -> tuple[Setup, Style, int,
         setup.steps = start + 12 * interval + 50
         expected = {"loss-denominator-overflow-loss-zero"}
     elif name == "stuck":
-        style = _pick(rng, ("mindformers", "bert", "pangu", "bert-benchmark", "generic"))
+        style = _pick(rng, ("mindformers", "bert", "pangu", "bert-benchmark", "generic", "csv", "json-lines"))
         window = rng.choice((100, 200))
         setup.scaler = lambda: Dynamic(2.0**12, window)
         setup.grad_log2 = -6

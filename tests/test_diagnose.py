@@ -252,7 +252,7 @@ def test_nothing_to_judge_is_an_error_with_a_way_out(content: bytes, message: st
 def test_wrong_sources(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="cannot read the log"):
         diagnose(tmp_path / "missing.log")
-    with pytest.raises(FormatError, match="directory without a recorded run"):
+    with pytest.raises(FormatError, match="holds neither a recorded run"):
         diagnose(tmp_path)
     with pytest.raises(ArgumentError, match="give a path, '-', an open file, a Trace or a run"):
         diagnose(3)

@@ -113,7 +113,8 @@ def test_exponent_histograms(found: Any) -> None:
 
 
 def test_heat_maps_are_images(found: Any) -> None:
-    assert sorted(found.Tags()["images"]) == ["heat-map/largest-exponent", "heat-map/smallest-exponent"]
+    images = ["heat-map/largest-exponent", "heat-map/smallest-exponent", "loss-scale-trace"]
+    assert sorted(found.Tags()["images"]) == images
     (event,) = found.Images("heat-map/largest-exponent")
     assert event.step == 3
     assert event.encoded_image_string.startswith(b"\x89PNG")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import subprocess
 import sys
 from decimal import Decimal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,3 +108,27 @@ def test_no_framework_and_no_numpy_is_imported() -> None:
         "range(20)]\nstr(t.diagnose())\nbad = {'numpy', 'mindspore', 'torch'} & set(sys.modules)\nassert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- the example ------------------------------------------------------------------------------------------------------
+
+
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location(
+        "trace_loop", Path(__file__).resolve().parent.parent / "examples" / "trace_loop.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_finds_its_fault() -> None:
+    found = example().main()
+    assert found.findings[0].slug == "loss-nan-before-scale-moved", str(found)
+    assert found.findings[0].first_step == 300
+
+
+def test_the_example_without_a_fault_is_healthy() -> None:
+    assert example().main(broken_from=10**9).ok

@@ -12,6 +12,7 @@ from ampdebug._records import Step
 from ampdebug.logs._copies import Copies
 from ampdebug.logs._format import Fields, LogFormat
 from ampdebug.logs._markers import Marker
+from ampdebug.logs._shape import Shape
 from ampdebug.rules._history import TEXT_LIMIT, History, Mark, Record
 
 _RANK = re.compile(rb"^\s{0,4}(?:\[(?:rank|default|Rank )(\d{1,5})\]:?|(\d{1,4}): )")
@@ -46,8 +47,13 @@ class Assembler:
         self._skipped_source = False
         self._optimizer: tuple[int, int] | None = None
         self._plain_scale: bytes | None = None
-        self._skipped: tuple[LogFormat, bytes, int, int] | None = None
+        self._skipped: tuple[LogFormat, Shape, bytes, int, int] | None = None
         self._ordinals: dict[int, int] = {}
+        self._unnamed = 1
+        self._within = 0
+        self._epoch_base: dict[str, int] = {}
+        self._offsets: dict[int, int] = {}
+        self._raw = (0, 0)
 
     def step_line(self, row: LogFormat, fields: Fields, line: int, text: bytes) -> None:
         """A line of the table of formats."""
@@ -81,7 +87,8 @@ class Assembler:
             if behind > _APART or not behind:
                 self._restart()
         if self._skipped is not None:
-            self._restore_skipped()
+            # It is wanted only where the next one is remarkable.
+            history.set_previous(self._last_skipped)
         if self._step == 0 and number > 1 and history.records:
             # Messages before the first step line belong to the steps just before it, not to step 0.
             for waiting in history.records:
@@ -103,6 +110,7 @@ class Assembler:
             if len(recent) > _RECENT:
                 del recent[next(iter(recent))]
         history.add(record)
+        self._skipped = None
 
     def _record(self, row: LogFormat, fields: Fields, number: int, line: int, text: bytes) -> Record:
         step = Step(
@@ -127,51 +135,43 @@ class Assembler:
                 step.loss_scale = scale
         return Record(step, line, text[:TEXT_LIMIT])
 
-    def plain_line(self, row: LogFormat, match: re.Match[bytes], line: int) -> bool:
+    def plain_line(self, row: LogFormat, shape: Shape, text: bytes, line: int) -> bool:
         """Take in a line that says nothing new, without making a record of it; False where it must be read in full.
 
-        Only once a log is so long that most plain steps are thinned out anyway. Nothing but text is compared: the loss
-        and the norm are ordinary numbers, the scale is printed as on the line before, no overflow.
+        Only once a log is so long that most plain steps are thinned out anyway. Nothing but text is compared: the shape
+        says that the loss and the norm are ordinary numbers and that nothing overflowed, and the scale is printed as on
+        the line before.
         """
-        history = self.history
-        loss, scale, overflow, norm, step, epoch, within, length, rank = row.plain_groups
-        texts = match.group
-        scale_text = texts(scale) if scale else None
-        if (
-            scale_text != self._plain_scale
-            or (overflow and texts(overflow) != b"False")
-            or not loss
-            or (texts(loss) or b"n")[-1:] not in b"0123456789."
-            or (norm and (texts(norm) or b"n")[-1:] not in b"0123456789.")
-            or (rank and texts(rank) is not None)
-            or self._pending
-        ):
-            self._plain_scale = scale_text
+        span = shape.scale
+        scale = None if span is None else text[span[0] : span[1]]
+        if scale != self._plain_scale or self._pending:
+            self._plain_scale = scale
             return False
-        if step:
-            number = int(texts(step)[-15:]) + 1 - row.steps_from
-        elif length:
-            number = (int(texts(epoch)[-9:]) - row.epochs_from) * int(texts(length)[-9:]) + int(texts(within)[-9:])
-            number += 1 - row.steps_from
+        span = shape.step
+        if span is not None:
+            number = int(text[span[0] : span[1]]) + 1 - row.steps_from
         else:
-            return False
+            assert shape.within is not None
+            assert shape.length is not None
+            epoch, within, length = shape.epoch, shape.within, shape.length
+            number = int(text[within[0] : within[1]]) + 1 - row.steps_from
+            if epoch is not None:
+                number += (int(text[epoch[0] : epoch[1]]) - (row.epochs_from or 0)) * int(text[length[0] : length[1]])
+        history = self.history
         if not self._step < number < self._step + 10_000 or not history.skip_plain(
-            number, loss=True, scale=scale_text is not None, overflow=bool(overflow), norm=bool(norm)
+            number, scale=scale is not None, overflow=shape.overflow, norm=shape.norm
         ):
             return False
         self._step = number
         self.formats[row.name] += 1
-        self._skipped = (row, match.string, line, number)
+        self._skipped = (row, shape, text, line, number)
         return True
 
-    def _restore_skipped(self) -> None:
-        """Make the record of the last line that was only counted, in case the next one is remarkable."""
+    def _last_skipped(self) -> Record:
+        """The record of the last line that was only counted."""
         assert self._skipped is not None
-        row, text, line, number = self._skipped
-        self._skipped = None
-        fields = row.read(text)
-        if fields is not None:
-            self.history.set_previous(self._record(row, fields, number, line, text))
+        row, shape, text, line, number = self._skipped
+        return self._record(row, shape.fields(text), number, line, text)
 
     def _counters(self, row: LogFormat, fields: Fields, record: Record, text: bytes) -> None:
         """Counts since the last line, and a loss field that vanished."""
@@ -259,16 +259,44 @@ class Assembler:
         step = fields.get("step")
         if step is not None:
             self._have_steps = True
+            if row.steps_restart and "epoch" in fields:
+                return self._over_epochs(int(fields["epoch"]), int(step)), True
             return step + (1 - row.steps_from), True
         if "epoch_step" in fields:
             self._have_steps = True
-            fields["epoch"] = fields.get("epoch", 1) + (1 - row.epochs_from)
+            epoch = fields.get("epoch")
+            if epoch is None:
+                # Only the place within the epoch is printed: where it falls, the next epoch has begun.
+                if fields["epoch_step"] < self._within:
+                    self._unnamed += 1
+                self._within = fields["epoch_step"]
+                fields["epoch"] = self._unnamed
+            else:
+                fields["epoch"] = epoch + (1 - self._first_epoch(row, epoch))
             fields["epoch_step"] += 1 - row.steps_from
             return self._by_epoch(fields), True
         if self._have_steps:
             return self._step, False
         self.history.counts_lines = True
         return self._step + 1, False
+
+    def _first_epoch(self, row: LogFormat, epoch: int) -> int:
+        """Number that the tool gives to the first epoch, learned from the first line where tools differ."""
+        if row.epochs_from is not None:
+            return row.epochs_from
+        return self._epoch_base.setdefault(row.name, 0 if epoch == 0 else 1)
+
+    def _over_epochs(self, epoch: int, step: int) -> int:
+        """A step number that may or may not start anew in each epoch."""
+        offsets = self._offsets
+        if epoch not in offsets:
+            before = max((e for e in offsets if e < epoch), default=None)
+            restarts = before is not None and self._raw[0] == before and step <= self._raw[1]
+            offsets[epoch] = 0 if before is None else offsets[before] + (self._raw[1] if restarts else 0)
+            if len(offsets) > 10_000:
+                del offsets[min(offsets)]
+        self._raw = (epoch, step)
+        return offsets[epoch] + step
 
     def _by_epoch(self, fields: Fields) -> int:
         epoch, within = int(fields["epoch"]), int(fields["epoch_step"])
@@ -376,7 +404,10 @@ class Assembler:
         step.loss_scale_after = after if after is not None else step.loss_scale
         record = Record(step, line, text[:TEXT_LIMIT], between=True)
         record.applied = bool(fields.get("applied"))
+        if self._skipped is not None:
+            self.history.set_previous(self._last_skipped)
         self.history.add(record)
+        self._skipped = None
 
     def _deepspeed(self, fields: Fields, line: int, text: bytes) -> None:
         """``step=…, skipped=…``: a step of its own only where no other format tells the steps."""

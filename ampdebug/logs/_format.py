@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 NUMBER = (
@@ -47,6 +48,7 @@ def number(text: bytes) -> float | None:
         return None
 
 
+@lru_cache(maxsize=1024)
 def scale_number(text: bytes) -> float | None:
     """A printed loss scale; a power of two that was rounded to six digits (``1.04858e+06``) is made whole again.
 
@@ -135,7 +137,9 @@ class LogFormat:
         sample: Lines as the tool prints them; the tests read every one of them.
         scale: Whether the printed scale is the one used in the step or the one after the update.
         steps_from: Number of the first step (0 for tools that count from 0).
-        epochs_from: Number of the first epoch.
+        epochs_from: Number of the first epoch; None where tools differ (0 if an epoch 0 is the first one seen, else 1).
+        steps_restart: It is not known whether ``step`` starts anew in each epoch: a step that falls while the epoch
+            rises says so.
         prints_overflow: The line says about every step it covers whether it overflowed.
         loss_is: ``"value"``, ``"mean"`` of the steps since the last line, or ``"rounded"``.
         loss_decimals: Decimals printed, None where the value is printed in full.
@@ -145,8 +149,6 @@ class LogFormat:
         finish: Last word on the fields of one line, for what a pattern can't say.
         traps: For the manual; one sentence each.
         finish_needs_no_scale: ``finish`` does nothing on lines with a scale.
-        plain_groups: Group numbers of loss, scale, overflow, grad_norm, step, epoch, epoch_step, epoch_steps, rank; 0
-            for those that the pattern lacks.
         strict: The groups of ``pattern`` only match text of the field's kind, so that conversion can't fail.
     """
 
@@ -159,7 +161,8 @@ class LogFormat:
     keys: Mapping[bytes, str] = field(default_factory=dict)
     scale: ScaleMeaning = "unknown"
     steps_from: int = 1
-    epochs_from: int = 1
+    epochs_from: int | None = 1
+    steps_restart: bool = False
     prints_overflow: bool = False
     loss_is: Literal["value", "mean"] = "value"
     loss_decimals: int | None = None
@@ -170,7 +173,6 @@ class LogFormat:
     traps: tuple[str, ...] = ()
     strict: bool = True
     finish_needs_no_scale: bool = False
-    plain_groups: tuple[int, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         fast = _FAST if self.strict else CONVERTERS
@@ -178,14 +180,13 @@ class LogFormat:
             (index - 1, name, fast.get(name, CONVERTERS[name])) for name, index in self.pattern.groupindex.items()
         )
         object.__setattr__(self, "_plan", plan)
-        index = self.pattern.groupindex
-        order = ("loss", "scale", "overflow", "grad_norm", "step", "epoch", "epoch_step", "epoch_steps", "rank")
-        object.__setattr__(self, "plain_groups", tuple(index.get(name, 0) for name in order))
 
     @property
     def has_plain_path(self) -> bool:
-        """Lines of this format can be told plain from the text of their groups alone."""
-        return self.strict and self.pairs is None and (self.finish is None or self.finish_needs_no_scale)
+        """Lines of this format can be told plain from the text of their fields alone."""
+        if not self.strict or self.epochs_from is None or self.steps_restart:
+            return False
+        return self.finish is None or self.finish_needs_no_scale
 
     def read(self, line: bytes) -> Fields | None:
         """The fields of ``line``, or None where it is not of this format."""

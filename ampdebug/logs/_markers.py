@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from ampdebug.logs._format import CONVERTERS, Fields, rx
+from ampdebug.logs._format import CONVERTERS, Fields, number, rx
 
 MarkerKind = Literal[
     "overflow-between",  # an overflowed step that prints no step line of its own
@@ -63,6 +63,9 @@ class Marker:
             value = convert(text) if convert is not None else text.decode("utf-8", "replace")
             if value is not None:
                 fields[name] = value
+        factor = number(fields.pop("factor").encode()) if "factor" in fields else None
+        if factor is not None and fields.get("scale_before") is not None:
+            fields["scale"] = fields["scale_before"] * factor
         return fields
 
 
@@ -150,6 +153,36 @@ MARKERS: tuple[Marker, ...] = (
         fields=_DROPPED,
     ),
     Marker(
+        "overflow-between",
+        b"ound inf or nan",
+        rx(
+            rb"[Ff]ound inf or nan, current scale is: (?P<scale_before><N>)(?:, decrease to: <N> ?\* ?(?P<factor><N>))?"
+        ),
+        ("Found inf or nan, current scale is: 32768.0, decrease to: 32768.0*0.5",),
+        per_process=True,
+        fields=_DROPPED,
+    ),
+    Marker(
+        "overflow-between",
+        b"kipping updating the model",
+        rx(rb"[Tt]he grad norm is (?:nan|inf|-inf)\. Skipping updating the model"),
+        ("[host] 2021-01-01 00:00:00,000 (trainer:663) WARNING: The grad norm is nan. Skipping updating the model.",),
+        per_process=True,
+        fields=_DROPPED,
+    ),
+    Marker(
+        "overflow-between",
+        b"dynamic loss scale from ",
+        rx(rb"Reducing dynamic loss scale from (?P<scale_before><N>) to (?P<scale><N>)"),
+        (
+            "[2023-04-28 06:51:29,903] [INFO] [fused_optimizer.py:394:_update_scale] Reducing dynamic loss scale from "
+            "65536.0 to 32768.0",
+        ),
+        not_samples=("Increasing dynamic loss scale from 32768.0 to 65536.0",),
+        per_process=True,
+        fields=_DROPPED,
+    ),
+    Marker(
         "never-stepped",
         b"is less than 1",
         rx(rb"global_step` of optimizer is less than 1"),
@@ -195,23 +228,38 @@ MARKERS: tuple[Marker, ...] = (
         "range-error",
         b"rror",
         rx(
-            rb"(?P<text>(?:IndexError: Target \d+ is out of bounds|nll_loss.{0,80}Assertion `t >= 0 && t < n_classes`"
-            rb"|label.{0,40}out of range.{0,80}))"
+            rb"(?P<text>(?:IndexError: Target -?\d+ is out of bounds"
+            rb"|For '(?:GatherD|NLLLoss|OneHot|SparseSoftmaxCrossEntropyWithLogits)'.{0,80}must be in \[.{0,40}but "
+            rb"got:? *-?\d+|label.{0,40}(?:out of range|outside the valid range).{0,80}))"
         ),
-        ("IndexError: Target 91 is out of bounds.",),
+        (
+            "IndexError: Target 91 is out of bounds.",
+            "RuntimeError: For 'GatherD', the value of 'index' must be in [-80, 80), but got: 80",
+            "InvalidArgumentError: Received a label value of 91 which is outside the valid range of [0, 91).",
+        ),
+    ),
+    Marker(
+        "range-error",
+        b"t < n_classes",
+        rx(rb"(?P<text>nll_loss.{0,120}Assertion `t >= 0 && t < n_classes`)"),
+        (
+            "../aten/src/ATen/native/cuda/Loss.cu:250: nll_loss_forward_reduce_cuda_kernel_2d: block: [0,0,0], thread: "
+            "[3,0,0] Assertion `t >= 0 && t < n_classes` failed.",
+        ),
     ),
     Marker(
         "resume",
         b"esum",
         rx(
             rb"(?i)\bresum(?:ed|ing|e)\b(?! *[\]=:'\"])(?!.{0,60}\b(?:false|none|disabled|null)\b)"
-            rb"[ \w]{0,40}\b(?:from|training|checkpoint|ckpt|run|epoch|step|success\w*)\b"
+            rb"[ \w]{0,40}\b(?:from|training|checkpoint\w{0,40}|ckpt\w{0,40}|run|epoch|step|success\w*)\b"
         ),
         (
             "2024-05-10 08:00:23 INFO: Resume training from checkpoint ./output/ckpt/rank_0-120_4.ckpt",
             "resumed from epoch 12",
             "=> resuming from checkpoint /data/ckpt.pth",
             "Resuming training from step 12000",
+            "==============> Resuming form ckpt_epoch_2.pth....................",
         ),
         not_samples=(
             "resume: None",

@@ -14,9 +14,12 @@ from typing import IO, Any
 
 from ampdebug._errors import ArgumentError, FormatError
 from ampdebug.logs._assemble import Assembler
+from ampdebug.logs._document import Documents
 from ampdebug.logs._format import Fields, LogFormat
+from ampdebug.logs._keyed import GENERIC_LIMIT, table_header
 from ampdebug.logs._markers import MARKERS
 from ampdebug.logs._pattern import Deadline, user_format
+from ampdebug.logs._shape import DIGITS, SHAPES, Shape, has_shapes
 from ampdebug.logs._source import LINE_LIMIT, Block, Source
 from ampdebug.logs._table import BY_NAME, FORMATS, GENERIC
 from ampdebug.rules._history import History
@@ -24,25 +27,20 @@ from ampdebug.rules._history import History
 _WORDS = (
     b"oss",  # loss, Loss, loss_scale
     b"verflow",
-    b"VERFLOW",
-    b"skipped=",
+    b"kipp",  # skipped=, Skipping
     b"_norm/",
     b"Error",
     b"esum",  # Resume, resuming
-    b"oaded checkpoint",
-    b"ckpt",
     b"heckpoint",
+    b"ckpt",
     b"bf16",
     b"float16",
-    b"mp_level",
-    b"MP level",
-    b"is less than 1",
+    b"level",
     b"outputs are ",  # the BERT callback
+    b"%|",  # progress bars
+    b"ound inf",
 )
 """A line without any of these is of no interest. Every trigger of the two tables is covered by one (tested)."""
-
-GENERIC_LIMIT = 512
-"""Longest line that the catch-all format is tried on."""
 
 Progress = Callable[[int, int | None], None]
 """Called now and then with the bytes read so far and the size of the file (None where unknown)."""
@@ -87,6 +85,9 @@ class _Scanner:
         self.dense = own is not None
         self._last: LogFormat | None = None
         self._specific = 0
+        self._kinds: dict[tuple[str, ...], int] = {}
+        self._table = False
+        self._known_shapes: dict[str, dict[bytes, Shape] | None] = {}
 
     def block(self, block: Block) -> None:
         if self.dense:
@@ -100,26 +101,57 @@ class _Scanner:
         lines = block.data.split(b"\n")
         last = self._last
         assembler = self.assembler
+        history = assembler.history
+        shapes = self._shapes(last)
         for line in lines:
-            if last is not None and last.trigger in line and len(line) <= LINE_LIMIT and not last.repeats:
-                if not assembler.history.exact and last.has_plain_path:
-                    match = last.pattern.search(line)
-                    if match is not None and assembler.plain_line(last, match, number):
-                        self.matched += 1
-                        number += 1
-                        continue
-                fields = last.read(line)
-                if fields is not None:
+            if shapes is not None:
+                shape = shapes.get(line.translate(DIGITS)) if len(line) <= LINE_LIMIT else None
+                if shape is None:
+                    shape = self._learn(line, shapes)
+                if shape is not None:
+                    assert last is not None
                     self.matched += 1
-                    self.assembler.step_line(last, fields, number, line)
+                    if history.exact or not shape.plain or not assembler.plain_line(last, shape, line, number):
+                        assembler.step_line(last, shape.fields(line), number, line)
+                    number += 1
+                    continue
+            elif last is not None and last.trigger in line and len(line) <= LINE_LIMIT and not last.repeats:
+                fields = last.read(line)
+                if fields:
+                    self.matched += 1
+                    assembler.step_line(last, fields, number, line)
                     number += 1
                     continue
             if line:
                 self._line(line, number)
-                last = self._last
+                if last is not self._last:
+                    last = self._last
+                    shapes = self._shapes(last)
             number += 1
-        if self.own is None and (self.matched - before) * 4 < len(lines):
+        if self.own is None and not self._table and (self.matched - before) * 4 < len(lines):
             self.dense = False
+
+    def _shapes(self, row: LogFormat | None) -> dict[bytes, Shape] | None:
+        """The shapes seen of a format, None where it is not read by shape."""
+        if row is None or row.repeats or self.own is not None:
+            return None
+        if row.name not in self._known_shapes:
+            self._known_shapes[row.name] = {} if has_shapes(row) else None
+        return self._known_shapes[row.name]
+
+    def _learn(self, line: bytes, shapes: dict[bytes, Shape]) -> Shape | None:
+        """The shape of a line of the format read last, None where it is of another kind."""
+        row = self._last
+        assert row is not None
+        if row.trigger not in line or len(line) > LINE_LIMIT:
+            return None
+        match = row.pattern.search(line)
+        if match is None:
+            return None
+        if len(shapes) >= SHAPES:
+            shapes.clear()
+        shape = shapes[line.translate(DIGITS)] = Shape(row, match)
+        return shape
 
     def _search(self, block: Block) -> None:
         data = block.data
@@ -190,10 +222,29 @@ class _Scanner:
         # A catch-all beside a known format would take its summaries and validation lines for steps.
         # Its pattern tries every word "step" of the line against every "loss", so it is kept to lines of usual length.
         if self.generic and self._specific < 3 and len(line) <= GENERIC_LIMIT and GENERIC.trigger in line:
-            fields = GENERIC.read(line)
-            if fields is not None and "loss" in fields:
+            fields, keys = GENERIC.read_signed(line)
+            if fields is not None and self._same_kind(keys):
                 return GENERIC, fields
         return None, None
+
+    def _same_kind(self, keys: tuple[str, ...]) -> bool:
+        """Whether a line of the catch-all is of the kind that has been read so far; the first three times any is."""
+        seen = self._kinds
+        count = seen.get(keys, 0)
+        if not count and sum(seen.values()) >= 3:
+            return False
+        seen[keys] = count + 1
+        return count + 1 >= 3 or max(seen.values()) < 3
+
+    def header(self, head: bytes) -> None:
+        """Look for the header of a table among the first lines of the log."""
+        for line in head[:16_384].split(b"\n")[:50]:
+            table = table_header(line)
+            if table is not None:
+                self.rows.insert(0, table)
+                self.generic = False
+                self._table = self.dense = True
+                return
 
 
 def read_log(
@@ -238,8 +289,13 @@ def read_log(
     coverage = Coverage(opened.name)
     try:
         with scanner.deadline.installed():
+            documents = Documents()
             for block in _counted(opened, coverage):
-                scanner.block(block)
+                if block.line == 1 and own is None and format is None:
+                    documents.look(block.data)
+                    scanner.header(block.data)
+                for piece in documents.lines(block) if documents.found else (block,):
+                    scanner.block(piece)
                 if progress is not None:
                     done = opened.position()
                     progress(coverage.bytes if done is None else done, opened.size)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 
 from ampdebug.logs._format import Fields, LogFormat, rx
-
-_METER = rx(rb"(?:^|[\s,])([A-Za-z_]\w{0,40}) *[:= ] *\[?(<N>)(?![\w/%:])")
-"""``key: value``, ``key value`` or ``key=value``; what follows in brackets, a running mean, is left out."""
+from ampdebug.logs._keyed import Keyed
 
 
 def _megatron(fields: Fields, line: bytes) -> None:
@@ -21,7 +19,7 @@ def _megatron(fields: Fields, line: bytes) -> None:
 
 
 def _fairseq_json(fields: Fields, line: bytes) -> None:
-    if b'"train_' in line or b'"valid_' in line:
+    if b'"train_loss"' in line or b'"valid_' in line:
         fields.clear()
 
 
@@ -31,11 +29,38 @@ def _hf(fields: Fields, line: bytes) -> None:
     fields.pop("epoch", None)
 
 
+# What stands in a bar, before or after it: the loss under many names, never a part of it (``loss_cls``).
+_BAR_PAIRS = rx(
+    rb"(?<![\w/.-])((?:\w{1,20}[_/])?loss(?:[_/](?:step|train/total|total))?|lr|learning_rate|(?:loss|grad)_(?:scale|norm)"
+    rb"|scale|gnorm)(?:=|: ?| )(<N>)"
+)
+_BAR_KEYS = {
+    **{
+        name + b"loss": "loss"
+        for name in (b"", b"train_", b"train/", b"step_", b"reduced_train_", b"avr_", b"avg_", b"total_", b"batch_")
+    },
+    **dict.fromkeys((b"loss_step", b"train_loss_step", b"loss/train/total", b"loss/total", b"lm_loss"), "loss"),
+    b"lr": "lr",
+    b"learning_rate": "lr",
+    b"grad_norm": "grad_norm",
+    b"gnorm": "grad_norm",
+    b"loss_scale": "scale",
+    b"grad_scale": "scale",
+    b"scale": "scale",
+}
+
+
+def _bar(fields: Fields, line: bytes) -> None:
+    head = line.split(b"%|", 1)[0].lower()
+    if b"valid" in head or b"eval" in head or b"test" in head or "loss" not in fields:
+        fields.clear()
+
+
 OTHER_FORMATS: tuple[LogFormat, ...] = (
     LogFormat(
         name="megatron",
         tool="Megatron-LM and its forks",
-        trigger=b"per iteration (ms)",
+        trigger=b"per iteration (",
         pattern=rx(rb"iteration +(?P<step>\d+)/ *\d+ \|"),
         pairs=rx(rb"\| *([a-z][\w ]{0,60}?): *\[?(<N>) *(?=\||$)"),
         keys={
@@ -82,7 +107,10 @@ OTHER_FORMATS: tuple[LogFormat, ...] = (
         name="hf-trainer",
         tool="Hugging Face Trainer",
         trigger=b"loss'",
-        pattern=rx(rb"\{'loss': *'?(?=.*'(?:learning_rate|epoch)')(?P<loss><N>)"),
+        pattern=rx(
+            rb"\{(?=[^{}]{0,4000}?'(?:learning_rate|epoch)')(?:'[\w/]{1,40}': *'?[-+.\w]{1,40}'?, ){0,12}?"
+            rb"'loss': *'?(?P<loss><N>)"
+        ),
         pairs=rx(rb"'([\w/]{1,40})': *'?(<N>)"),
         keys={b"grad_norm": "grad_norm", b"learning_rate": "lr"},
         sample=(
@@ -167,7 +195,7 @@ OTHER_FORMATS: tuple[LogFormat, ...] = (
         name="metric-logger",
         tool="DeiT, MAE, BEiT and others with MetricLogger",
         trigger=b"Epoch: [",
-        pattern=rx(rb"Epoch: \[(?P<epoch>\d+)\] +\[ *(?P<epoch_step>\d+)/(?P<epoch_steps>\d+)\] +eta: "),
+        pattern=rx(rb"Epoch: \[(?P<epoch>\d+)(?:/\d+)?\] +\[ *(?P<epoch_step>\d+)/(?P<epoch_steps>\d+)\] +eta: "),
         pairs=rx(rb"\b(lr|loss|grad_norm|loss_scale): +(<N>)"),
         keys={b"lr": "lr", b"loss": "loss", b"grad_norm": "grad_norm", b"loss_scale": "scale"},
         sample=(
@@ -215,7 +243,7 @@ OTHER_FORMATS: tuple[LogFormat, ...] = (
         tool="mmcv 1",
         trigger=b" - INFO - ",
         pattern=rx(
-            rb" - INFO - (?:Epoch \[(?P<epoch>\d+)\]\[(?P<epoch_step>\d+)/(?P<epoch_steps>\d+)\]|Iter "
+            rb" - INFO - (?:[Ee]poch \[(?P<epoch>\d+)\]\[(?P<epoch_step>\d+)/(?P<epoch_steps>\d+)\]|Iter "
             rb"\[(?P<step>\d+)/\d+\])"
             rb"[\t ]+lr: (?P<lr><N>)"
         ),
@@ -263,31 +291,42 @@ OTHER_FORMATS: tuple[LogFormat, ...] = (
     ),
     LogFormat(
         name="lightning",
-        tool="PyTorch Lightning progress bar",
-        trigger=b"it/s",
+        tool="PyTorch Lightning, NeMo, Composer and other progress bars with an epoch",
+        trigger=b"%|",
         pattern=rx(
-            rb"Epoch (?P<epoch>\d+): *\d+%\|[^|\r\n]*\| *(?P<epoch_step>\d+)/(?P<epoch_steps>\d+) \[[^\]]*?"
-            rb"\b(?:train_)?loss(?:_step)?=(?P<loss><N>)"
+            rb"[Ee]poch:? *\[?(?P<epoch>\d+)(?:/\d+)?\]?[^%|\r\n]{0,80}?\b\d+%\|[^|\r\n]*\| *(?P<epoch_step>\d+)/"
+            rb"(?P<epoch_steps>\d+) \[\d"
         ),
-        sample=("Epoch 0:  45%|████▌     | 45/100 [00:10<00:12,  4.45it/s, v_num=0, train_loss=2.310]",),
-        epochs_from=0,
+        pairs=_BAR_PAIRS,
+        keys=_BAR_KEYS,
+        sample=(
+            "Epoch 0:  45%|████▌     | 45/100 [00:10<00:12,  4.45it/s, v_num=0, train_loss=2.310]",
+            "Epoch 3:  10%|█         | 10/100 [00:30<04:30,  3.00s/it, loss=nan, v_num=0]",
+            "Epoch 0:   1%|▏         | 100/10000 [01:00<1:39:00,  1.66it/s, reduced_train_loss=10.90, global_step=9.0]",
+            "train          Epoch   0:   25%|█████ | 8/32 [00:05<00:15,  1.6ba/s, loss/train/total=2.3100]",
+        ),
+        epochs_from=None,
         repeats=True,
-        loss_decimals=3,
+        loss_decimals=2,
+        finish=_bar,
         traps=("The bar repeats a step on every refresh, separated by carriage returns; the last print counts.",),
     ),
     LogFormat(
         name="progress-bar",
         tool="accelerate and diffusers scripts, plain tqdm bars with a loss",
-        trigger=b"loss=",
+        trigger=b"%|",
         pattern=rx(
-            rb"(?<!Epoch \d)(?<!Epoch \d\d): *\d+%\|[^|\r\n]*\| *(?P<step>\d+)/\d+ "
-            rb"\[(?=[^\]]*?\b(?:\w+_)?loss=(?P<loss><N>))"
-            rb"(?:[^\]]*?\blr=(?P<lr><N>))?"
+            rb"^(?!.{0,120}?[Ee]poch:? *\[?\d)(?!\s*\d+/\d+ +[\d.]+[GMK]).{0,160}?\b\d+%\|[^|\r\n]*\| *(?P<step>\d+)"
+            rb"/\d+ \[\d"
         ),
+        pairs=_BAR_PAIRS,
+        keys=_BAR_KEYS,
         sample=(
             "Steps:  25%|█████               | 501/2000 [00:05<2:01:07,  5.02s/it, lr=1e-5, step_loss=nan, td=0.05s]",
+            "loss 2.3123:  10%|█         | 10/100 [00:10<01:30,  1.00it/s]",
         ),
         repeats=True,
+        finish=_bar,
         traps=("The bar repeats a step on every refresh, separated by carriage returns; the last print counts.",),
     ),
     LogFormat(
@@ -309,39 +348,21 @@ OTHER_FORMATS: tuple[LogFormat, ...] = (
     ),
 )
 
-GENERIC = LogFormat(
+GENERIC = Keyed(
     name="generic",
-    tool="any line with a step number and a loss",
+    tool="any line with a step number and a loss, in any order and notation",
     trigger=b"oss",
-    pattern=re.compile(
-        rx(
-            rb"\b(?:global[_ ]step|steps?|iter(?:ation)?s?|batch|update)\b *[:=#]? *\[? *(?P<step>\d{1,15})(?!\d)"
-            rb"(?=.{0,160}?(?<![a-z_/])(?:train(?:ing)?[_ ]|lm[_ ]|total[_ ])?loss\b *(?:is|[:=])? "
-            rb"*\[?(?P<loss><N>)(?![\w/]))"
-        ).pattern,
-        re.IGNORECASE,
+    pattern=re.compile(rb"(?i)loss"),
+    sample=(
+        "[train] step=1200 loss=2.3117 lr=3e-4 grad_norm=0.91 loss_scale=32768",
+        "Epoch [1/10], Step [100/600], Loss: 2.1234, Scale: 65536.0",
+        "loss 2.3123 | iter 120 | found_inf 1.0 | GradScaler 16384.0",
+        "Step 10: loss tensor(2.3123, device='cuda:0'), scale 65536.0, all_finite False",
     ),
-    pairs=re.compile(
-        rx(
-            rb"\b(loss[_ ]scale|grad[_ ]scale|scale|grad(?:ient)?[_ ]norm|gnorm|global[_ ]norm|lr|learning[_ "
-            rb"]rate|overflow"
-            rb"|rank)\b *(?:is|[:=])? *\[?(<N>|true|false)\b"
-        ).pattern,
-        re.IGNORECASE,
+    epochs_from=None,
+    steps_restart=True,
+    traps=(
+        "Only tried on lines of no other format; it knows nothing of what the numbers mean to the tool.",
+        "Of lines that name different losses the kind seen first is read.",
     ),
-    keys={
-        key: name
-        for words, name in (
-            ((b"loss_scale", b"loss scale", b"grad_scale", b"grad scale", b"scale"), "scale"),
-            ((b"grad_norm", b"grad norm", b"gradient_norm", b"gradient norm", b"gnorm"), "grad_norm"),
-            ((b"global_norm", b"global norm"), "grad_norm"),
-            ((b"lr", b"learning_rate", b"learning rate"), "lr"),
-            ((b"overflow",), "overflow"),
-            ((b"rank",), "rank"),
-        )
-        for word in words
-        for key in (word, word.title(), word.upper(), word.capitalize())
-    },
-    sample=("[train] step=1200 loss=2.3117 lr=3e-4 grad_norm=0.91 loss_scale=32768",),
-    traps=("Only tried on lines of no other format; it knows nothing of what the numbers mean to the tool.",),
 )

@@ -9,7 +9,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from ampdebug.rules import batchnorm, births, cells, divergence, gradnorm, nan, overflow, periodic, scale, state, zero
+from ampdebug.rules import (
+    batchnorm,
+    births,
+    cells,
+    divergence,
+    gradnorm,
+    labels,
+    nan,
+    overflow,
+    periodic,
+    scale,
+    settings,
+    silent,
+    state,
+    zero,
+)
 from ampdebug.rules._facts import Facts
 from ampdebug.rules._finding import Confidence, Evidence, Finding, Severity
 from ampdebug.rules._history import History, Mark, Record
@@ -17,13 +32,21 @@ from ampdebug.rules._history import History, Mark, Record
 Rule = Callable[[Facts], Iterator[Finding]]
 
 RULES: tuple[Rule, ...] = (
+    labels.out_of_range,
+    settings.scale_not_divided,
+    settings.adam_epsilon,
     batchnorm.bn_statistics,
     cells.norm_output_zero,
+    silent.masked_row,
     births.born_in_the_forward,
     cells.backward_nan,
     cells.updates_round_away,
     cells.gradients_flushed,
+    silent.gradients_all_zero,
+    silent.loss_not_from_the_network,
+    settings.pin_lost,
     cells.level_converted_nothing,
+    cells.float32_leak,
     nan.nan_from_first_step_after_resume,
     divergence.divergence,
     nan.update_applied_on_overflow,

@@ -23,19 +23,24 @@ class Evidence:
         text: The log line, or a sentence with the numbers of a recorded step.
         step: The step it belongs to, None where it belongs to none.
         line: Line number in the log, None where there is no log.
+        file: The log, where there are several; "" where there is one.
     """
 
     text: str
     step: int | None = None
     line: int | None = None
+    file: str = ""
 
     def __str__(self) -> str:
         place = f"line {self.line}" if self.line else f"step {self.step}" if self.step is not None else ""
+        if self.file:
+            place = f"{self.file}:{self.line}" if self.line else f"{self.file}, {place}"
         return f"{place}: {self.text}" if place else self.text
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"step": self.step, "line": self.line, "text": self.text}
+        plain = {"step": self.step, "line": self.line, "text": self.text}
+        return {**plain, "file": self.file} if self.file else plain
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,6 +153,8 @@ class History:
     _plain_seen: int = 0
     _previous: Record | None = None
     _previous_kept: bool = True
+    _previous_segment: int = 0
+    _make_previous: Callable[[], Record] | None = None
     _last_scale: float | None = None
     _mark_counts: dict[str, int] = field(default_factory=dict)
     _last_few: deque[Record] = field(default_factory=lambda: deque(maxlen=64))
@@ -195,9 +198,12 @@ class History:
                 totals.last_step = step.step
         self._last_few.append(record)
         if remarkable or step.nonfinite_gradients or totals.records <= 64:
-            if not self._previous_kept and self._previous is not None:
-                self.records.append(self._previous)
-                self._plain += 1
+            if not self._previous_kept:
+                previous = self._make_previous() if self._make_previous is not None else self._previous
+                if previous is not None:
+                    previous.segment = self._previous_segment
+                    self.records.append(previous)
+                    self._plain += 1
             record.remarkable = True
             self.records.append(record)
             self._remarkable += 1
@@ -215,16 +221,18 @@ class History:
             else:
                 self._previous_kept = False
         self._previous = record
+        self._previous_segment = record.segment
+        self._make_previous = None
 
-    def skip_plain(self, number: int, *, loss: bool, scale: bool, overflow: bool, norm: bool) -> bool:
-        """Count a plain step that would be thinned out, without a record; False where it is one to keep."""
+    def skip_plain(self, number: int, *, scale: bool, overflow: bool, norm: bool) -> bool:
+        """Count a plain step with a loss that would be thinned out, without a record; False where it is one to keep."""
         if self._stride == 1 or (self._plain_seen + 1) % self._stride == 0:
             return False
         self._plain_seen += 1
         totals = self.totals
         totals.records += 1
         totals.logged += 1
-        totals.losses += loss
+        totals.losses += 1
         totals.scales += scale
         totals.overflow_known += overflow
         totals.norms += norm
@@ -232,10 +240,13 @@ class History:
             totals.last_step = number
         return True
 
-    def set_previous(self, record: Record) -> None:
-        """The step before the next one, where it was only counted: kept if the next one is remarkable."""
-        record.segment = self.segment
-        self._previous = record
+    def set_previous(self, make: Callable[[], Record]) -> None:
+        """How to make the record of the step before the next one, where it was only counted.
+
+        It is made, and kept, if the next one is remarkable.
+        """
+        self._make_previous = make
+        self._previous_segment = self.segment
         self._previous_kept = False
 
     def _thin(self, *, remarkable: bool) -> None:

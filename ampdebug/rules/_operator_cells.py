@@ -12,8 +12,8 @@ from ampdebug.rules._operator_records import LOW, Operator
 
 _HEAVY = (*MATMUL, "conv2d", "conv2dext", "conv3d", "conv1d", "conv2dtranspose", "convolution")
 _LISTED = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm")
-# A sixteenth of the output's size: fp16's own rounding stays below a hundredth.
-_WRONG = 1 / 16
+# Of the output's size: float16's own rounding gives 0.0007 to 0.0016 for inputs of ordinary size (measured).
+_WRONG = 1 / 100
 
 
 def batch_statistics(flow: Flow) -> Iterator[Finding]:
@@ -101,7 +101,8 @@ def norm_in_float16(flow: Flow) -> Iterator[Finding]:
         "normalisation-forced-to-fp16",
         f"{cell.cell_type} {cell.path!r} {what}{listed}: mean and variance lose bits there, and squares beyond 256 "
         "overflow.",
-        severity="warning" if kept or wrong or cell.cell_type in _LISTED else "note",
+        # Under O3 a norm in float16 is what was asked for: without a visible error it is worth a note.
+        severity="warning" if kept or wrong or (cell.cell_type in _LISTED and flow.step.level == "O2") else "note",
         confidence="high" if kept or wrong else "medium",
         reason="seen at its operators" + (", and compared with the same cell in float32" if error else ""),
         evidence=[

@@ -56,6 +56,9 @@ def bn_statistics(facts: Facts) -> Iterator[Finding]:
         return
     first = min(s.first_nonfinite_step or 0 for s in bad)
     blamed = [(r, b) for r, b in births(view, facts.history, "forward") if r.step.step <= first]
+    births_seen = births(view, facts.history, "forward")
+    if len(births_seen) >= 3 and len(births_seen) > 0.5 * facts.history.totals.logged:
+        return  # the forward pass overflows step after step; what it does to the statistics follows from that
     cause = f" {blamed[-1][1].cell_type} {blamed[-1][1].path!r} made the first one." if blamed else ""
     skipped = [r for r in facts.records if r.step.step <= first and (r.step.update_skipped or r.step.overflow)]
     when = f"step {skipped[-1].step.step} was skipped" if skipped else "the weights stayed finite"

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from ampdebug._records import Birth
+from ampdebug.rules import _birth_operators as by_operators
 from ampdebug.rules._birth_kinds import KINDS, Verdict, counted, place_of
 from ampdebug.rules._facts import Facts
 from ampdebug.rules._finding import Evidence, Finding
@@ -38,10 +39,18 @@ _EXPLAINS = (
 )
 
 
+_BY_OPERATORS = (
+    by_operators.exponential,
+    by_operators.epsilon,
+    by_operators.reduction,
+    by_operators.residual_branch,
+)
+
+
 def classify(view: RunView, record: Record, birth: Birth) -> Verdict:
     """Name a birth by what surrounds it, the most specific that fits."""
     place = place_of(view, record, birth)
-    for test in KINDS:
+    for test in (by_operators.hidden_by_clip, by_operators.empty_mean, *KINDS, *_BY_OPERATORS):
         verdict = test(view, record, place)
         if verdict is not None:
             return verdict
@@ -72,7 +81,10 @@ def born_in_the_forward(facts: Facts) -> Iterator[Finding]:
         return
     named: dict[tuple[str, str], tuple[Verdict, list[Record], Birth]] = {}
     for record, birth in births(view, facts.history, "forward"):
-        verdict = classify(view, record, birth)
+        spoilt = _spoilt(view, record, birth)
+        if spoilt and record.step.step > (facts.history.totals.first_step or 1):
+            continue  # made by an earlier update: a consequence, whatever the cell
+        verdict = _checkpoint(birth, spoilt) if spoilt else classify(view, record, birth)
         key = (verdict.slug, verdict.where)
         if key in named:
             named[key][1].append(record)
@@ -98,6 +110,30 @@ def born_in_the_forward(facts: Facts) -> Iterator[Finding]:
             (),
             _EXPLAINS,
         )
+
+
+def _spoilt(view: RunView, record: Record, birth: Birth) -> list[Row]:
+    """Parameters of the cell of a birth that were not finite before the step."""
+    inside = f"{birth.path}." if birth.path else ""
+    return [
+        row
+        for row in view.rows(record.step.step)
+        if row.site.kind == "parameter" and row.nonfinite and row.site.path.startswith(inside)
+    ]
+
+
+def _checkpoint(birth: Birth, spoilt: list[Row]) -> Verdict:
+    names = ", ".join(row.site.path for row in spoilt[:4])
+    return Verdict(
+        "nan-from-first-step-after-resume",
+        f"{names} held non-finite values before the first step of this run: the checkpoint that was loaded, or the "
+        "initialisation, is not finite.",
+        "high",
+        "the parameters were measured before the first update",
+        "Check every tensor of the checkpoint for NaN and inf (np.isfinite over ms.load_checkpoint(path)), and go "
+        "back to the last clean one.",
+        birth.path,
+    )
 
 
 def _before_any_damage(facts: Facts, first: Record, later: Record) -> bool:

@@ -30,7 +30,8 @@ def norm_output_zero(facts: Facts) -> Iterator[Finding]:
         cell = view.cells.get(out.site.path)
         if given is None or cell is None or cell.children:
             continue
-        norm = "norm" in cell.cell_type.lower()
+        named = f"{cell.cell_type} {cell.path.rpartition('.')[2]}".lower()
+        norm = "norm" in named or "rms" in named
         # Squares of more than 256 leave float16; a zero of other origin has a zero or a small input.
         if not norm or out.zeros != out.count or out.nonfinite or given.nonfinite or not given.absmax > 256.0:
             continue
@@ -57,7 +58,12 @@ def norm_output_zero(facts: Facts) -> Iterator[Finding]:
             f"net.{cell.path}.to_float(ms.float32).",
             "",
             (),
-            ("gradients-flushed-to-zero-without-loss-scale", "loss-denominator-overflow-loss-zero"),
+            (
+                "gradients-flushed-to-zero-without-loss-scale",
+                "loss-denominator-overflow-loss-zero",
+                "backward-nan-from-noop-clamp",
+                "normalisation-forced-to-fp16",
+            ),
         )
 
 
@@ -99,6 +105,49 @@ def level_converted_nothing(facts: Facts) -> Iterator[Finding]:
         "O1 only rewrites nn cells and primitives of its white list: not subclasses of nn.Dense, mint.nn.Linear, "
         "ops.matmul or @. Use nn.Dense / ops.MatMul cells, amp.custom_mixed_precision with your own list, or level "
         "auto or O2.",
+    )
+
+
+_PRODUCTS = ("MatMul", "BatchMatMul", "MatMulExt", "Conv2D", "BatchMatMulExt", "Dense", "matmul")
+
+
+def float32_leak(facts: Facts) -> Iterator[Finding]:
+    """Cells that a level set to 16 bits and whose matrix products run in float32 all the same."""
+    view = _view(facts)
+    if view is None or view.level not in ("O1", "O2", "O3", "AUTO", "O2 OR O3", "MANUAL"):
+        return
+    inputs: dict[str, SiteSummary] = {s.site.path: s for s in view.sites("input")}
+    wide, narrow = [], False
+    for cell in view.cells.values():
+        if cell.compute_source not in ("operators", "trace"):
+            continue
+        products = {n: d for n, d in cell.compute_dtypes.items() if n.rsplit(".", 1)[-1].strip("_") in _PRODUCTS}
+        narrow = narrow or any(dtype in ("float16", "bfloat16") for dtype in products.values())
+        given = inputs.get(cell.path)
+        if (
+            cell.asked_dtype in ("float16", "bfloat16")
+            and products
+            and set(products.values()) == {"float32"}
+            and given is not None
+        ):
+            wide.append((cell, products))
+    if not wide or not narrow:
+        return
+    cell, products = wide[0]
+    yield Finding(
+        "fp32-leak-keeps-chain-fp32",
+        f"{cell.cell_type} {cell.path!r} was set to {cell.asked_dtype}, but its {', '.join(products)} run in float32"
+        + (f", as in {len(wide) - 1} more cells" if len(wide) > 1 else "")
+        + ": a float32 tensor (a constant, a buffer, a parameter) meets the 16-bit one and promotes what follows.",
+        "warning",
+        "medium",
+        "the dtypes of the operators were seen",
+        None,
+        None,
+        cell.path,
+        tuple(Evidence(f"{c.cell_type} {c.path}: {p}", None) for c, p in wide[:6]),
+        "Cast the float32 tensor to the other's dtype before (t.astype(x.dtype)), or make the constant in it.",
+        "ampdebug.check(net, *inputs): it names the operator at which the two meet",
     )
 
 
@@ -147,7 +196,8 @@ def backward_nan(facts: Facts) -> Iterator[Finding]:
         return
     record, birth = found[0]
     same = [r for r, b in found if b.path == birth.path]
-    if len(same) < 2 and facts.history.totals.logged > 3:
+    later = [s for s in view.sites("parameter") if (s.first_nonfinite_step or 0) > record.step.step]
+    if len(same) < 2 and facts.history.totals.logged > 3 and not later:
         return
     yield Finding(
         "backward-nan-from-noop-clamp",
@@ -170,6 +220,9 @@ def backward_nan(facts: Facts) -> Iterator[Finding]:
             "overflow-at-every-scale-from-step-1",
             "every-update-dropped",
             "overflow-frequent",
+            "nan-permanent-params-corrupted",
+            "nan-updates-not-skipped",
+            "loss-nan-cause-unknown",
         ),
     )
 
@@ -270,7 +323,9 @@ def norm_in_float16(facts: Facts) -> Iterator[Finding]:
         kept = [name for name, dtype in cell.parameters.items() if dtype == "float16"]
         seen = cell.compute_source in ("operators", "trace") and "float16" in cell.compute_dtypes.values()
         given = inputs.get(cell.path)
-        large = given is not None and given.absmax > 64.0
+        # Squares of more than 256 leave float16. Below that a norm in float16 is what O3 is asked for, and it is off by
+        # an ulp or two.
+        large = given is not None and given.absmax > 256.0
         if kept or (seen and large):
             bad.append((cell, kept, given))
     if not bad:

@@ -39,7 +39,30 @@ def not_restored(facts: Facts) -> Iterator[Finding]:
             continue
         yield _finding(facts, saved, new[0], first, overflowed, as_new)
         return
+    silent = _unsaid_restart(facts)
+    if silent is not None:
+        yield silent
+        return
     yield from _search_after_resume(facts)
+
+
+def _unsaid_restart(facts: Facts) -> Finding | None:
+    """Nothing says that the program was started again, but the scale jumps to where it began: growth only doubles."""
+    if not facts.scaled:
+        return None
+    initial = _first_scale(facts.scaled[0])
+    for before, after in pairwise(facts.scaled):
+        first = _first_scale(after)
+        if before.segment != after.segment or before.between or after.between or first is None or first != initial:
+            continue
+        steps = after.step.step - before.step.step
+        if not before.scale or steps > 2 * facts.interval or octaves(first, before.scale) < 4:
+            continue
+        at = after.step.step
+        overflowed = [r for r in facts.overflows if at <= r.step.step <= at + 64 + 3 * facts.interval]
+        if len(overflowed) >= 2:
+            return _finding(facts, before, after, first, overflowed, as_new=True)
+    return None
 
 
 def _first_scale(record: Record) -> float | None:

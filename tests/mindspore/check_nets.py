@@ -97,6 +97,25 @@ def exponentials_overflow() -> Made:
     return amp.auto_mixed_precision(Attention(gain=4.0, by_hand=True), "O2"), (normal(2, 6, 16, scale=1.5),)
 
 
+class LogSumExpByHand(nn.Cell):
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.proj = dense(16, 10, gain)
+
+    def construct(self, x: Any) -> Any:
+        return ops.log(ops.exp(self.proj(x)).sum(-1))
+
+
+@faulty("handwritten-softmax-overflow")
+def logsumexp_without_its_maximum() -> Made:
+    return amp.auto_mixed_precision(LogSumExpByHand(3.0), "O2"), (normal(8, 16, scale=2.0),)
+
+
+@healthy
+def logsumexp_in_range() -> Made:
+    return amp.auto_mixed_precision(LogSumExpByHand(0.25), "O2"), (normal(8, 16),)
+
+
 class AddedMask(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
@@ -199,6 +218,16 @@ class Normed(nn.Cell):
 @faulty("normalisation-forced-to-fp16")
 def layer_norm_under_o3() -> Made:
     return amp.auto_mixed_precision(Normed(nn.LayerNorm((16,)), 40.0), "O3"), (normal(8, 16) + 3.0,)
+
+
+@healthy
+def layer_norm_under_o3_with_ordinary_inputs() -> Made:
+    return amp.auto_mixed_precision(Normed(nn.LayerNorm((16,))), "O3"), (normal(8, 16),)
+
+
+@healthy
+def batch_norm_under_o3_with_ordinary_inputs() -> Made:
+    return amp.auto_mixed_precision(Normed(nn.BatchNorm1d(16)), "O3"), (normal(8, 16),)
 
 
 @faulty("to-float-pin-lost-by-later-amp-call")

@@ -410,8 +410,10 @@ def norm_cell(cell_type: str, error: float) -> Step:
 
 
 def test_a_norm_in_float16() -> None:
-    assert slugs(norm_cell("LayerNorm", 0.001)) == ["normalisation-forced-to-fp16"]
+    assert slugs(norm_cell("LayerNorm", 0.3)) == ["normalisation-forced-to-fp16"]
     assert slugs(norm_cell("RMSNorm", 0.3)) == ["normalisation-forced-to-fp16"]
+    assert slugs(norm_cell("LayerNorm", 0.001)) == []  # what O3 is asked for, off by an ulp or two
+    assert [f.severity for f in judge_step(norm_cell("LayerNorm", 0.001))] == ["note"]
     assert slugs(norm_cell("RMSNorm", 0.001)) == []
     assert [f.severity for f in judge_step(norm_cell("RMSNorm", 0.001))] == ["note"]
 

@@ -513,3 +513,39 @@ def test_the_rhythm_of_growth_is_no_batch() -> None:
             )
             scaler.update(found)
     assert log(lines).ok
+
+
+def test_a_scale_that_jumps_back_to_its_beginning_without_a_word() -> None:
+    trace = Trace()
+    scale = 2.0**24
+    for step in range(1, 500):
+        if step == 300:
+            scale = 2.0**24  # started again, and nothing says so
+        overflow = scale > 2.0**15
+        trace.step(loss=2.0, loss_scale=scale, overflow=overflow, grad_norm=1.0)
+        scale = scale / 2 if overflow else scale
+    found = trace.diagnose().findings
+    assert found[0].slug == "scaler-state-not-restored"
+    assert found[0].first_step == 300
+
+
+def test_growth_by_doubling_is_no_restart() -> None:
+    trace = Trace()
+    scale = 2.0**10
+    for step in range(1, 2000):
+        trace.step(loss=2.0, loss_scale=scale, overflow=False, grad_norm=0.1)
+        scale = scale * 2 if step % 100 == 0 and scale < 2.0**14 else scale
+    assert trace.diagnose().ok
+
+
+def test_growth_to_the_first_scale_is_no_restart() -> None:
+    trace = Trace()
+    scale, clean = 2.0**16, 0
+    for step in range(1, 400):
+        overflow = scale > 2.0**15
+        trace.step(loss=3.0 - step * 0.001, loss_scale=scale, overflow=overflow, grad_norm=0.5)
+        clean = 0 if overflow else clean + 1
+        scale = scale / 2 if overflow else scale * 2 if clean % 20 == 0 else scale
+    slugs = [finding.slug for finding in trace.diagnose().findings]
+    assert "scaler-state-not-restored" not in slugs
+    assert slugs[0] == "scale-oscillates-window-too-short"

@@ -1,0 +1,35 @@
+"""Rule: a class label beyond the number of classes, where the program ended with an error that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampdebug.rules._facts import Facts
+from ampdebug.rules._finding import Finding, rows, show_mark
+
+
+def out_of_range(facts: Facts) -> Iterator[Finding]:
+    """The log ends with an index error of a loss function."""
+    marks = facts.marks("range-error")
+    if not marks:
+        return
+    last = facts.logged[-1] if facts.logged else None
+    said = marks[0].detail.strip()
+    sure = "GatherD" not in said and "OneHot" not in said
+    yield Finding(
+        "label-ge-num-classes",
+        f"The program ended in the loss function: {said[:160]}. A class label is not below the number of classes that "
+        "the network puts out; where nothing checks (Ascend, GPU without assertions) it reads foreign memory instead.",
+        "error",
+        "high" if sure else "medium",
+        "the error names the label" if sure else "the operator that raised is what a loss picks its classes with",
+        last.step.step if last is not None else None,
+        last.step.step if last is not None else None,
+        "the labels",
+        (*(show_mark(mark) for mark in marks[:3]), *rows([last], 1)),
+        "Compare labels.max() with the last layer's width: a background class that was not counted, labels from 1, an "
+        "ignore value (255, -100) that the loss was not told of.",
+        "" if sure else "ampdebug.check(net, *inputs, loss_fn=...): it compares the labels with the outputs",
+        (),
+        ("loss-nan-cause-unknown", "nan-permanent-params-corrupted"),
+    )
