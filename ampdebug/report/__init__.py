@@ -1,4 +1,4 @@
-"""What a run looks like: a table for the terminal, event files for TensorBoard."""
+"""What a run looks like: a table for the terminal, event files for TensorBoard, a page of HTML (``report.html``)."""
 
 from __future__ import annotations
 

@@ -142,20 +142,20 @@ class ExponentMap:
         )
         height = HEIGHT * (2 + len(labels) + len(notes) + 1 + len(legend))
         picture = np.full((height, width, 3), 255, np.uint8)
-        _write(picture, title, 0, 0)
+        write_text(picture, title, 0, 0)
         top = 2 * HEIGHT
         for y, label in enumerate(labels):
-            _write(picture, label, top + y * HEIGHT, 0)
+            write_text(picture, label, top + y * HEIGHT, 0)
         picture[top : top + area.shape[0], label_width : label_width + area.shape[1]] = area
         top += HEIGHT * len(labels)
         for note in notes:
-            _write(picture, note, top, 0)
+            write_text(picture, note, top, 0)
             top += HEIGHT
         top += HEIGHT
         for colour, text in legend:
             picture[top : top + HEIGHT - 2, : 2 * WIDTH] = _GREY
             picture[top + 1 : top + HEIGHT - 3, 1 : 2 * WIDTH - 1] = colour
-            _write(picture, text, top, 3 * WIDTH)
+            write_text(picture, text, top, 3 * WIDTH)
             top += HEIGHT
         return picture
 
@@ -207,7 +207,8 @@ def _shorten(text: str) -> str:
     return f"{text[:half]}..{text[-half:]}"
 
 
-def _write(picture: Image, text: str, top: int, left: int) -> None:
+def write_text(picture: Image, text: str, top: int, left: int) -> None:
+    """Writes black text into a picture; what does not fit is cut off."""
     mask = text_mask(text)
     target = picture[top : top + mask.shape[0], left : left + mask.shape[1]]
     target[mask[:, : target.shape[1]]] = _BLACK

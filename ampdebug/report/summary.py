@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ampdebug._records import Birth
+from ampdebug.report.bisection import bisection_lines
 from ampdebug.report.facts import Extent, RunFacts
 from ampdebug.report.watchlist import Judgement, describe_nonfinite, plural
 
@@ -81,6 +82,7 @@ def summary_lines(
     if notes:
         yield "notes", notes
     if step is None:
+        yield from bisection_lines(run)
         yield from _events(run)
     if problems:
         yield "damaged", f"{plural(len(problems), 'step')} could not be read, left out: {problems[0]}"

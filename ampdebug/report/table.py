@@ -202,6 +202,12 @@ def _cells_of(row: Row, wide: bool) -> list[str]:
     ]
 
 
+def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of text as it stands, without blanks at the ends of lines; for other reports too."""
+    text = tabulate(rows, headers, tablefmt="simple", disable_numparse=True)
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
 def build_report(
     run: Run,
     *,

@@ -15,8 +15,12 @@ Tags
     histogram of the binary exponents: the bar from 3 to 4 counts the elements with 8 ≤ ``|x|`` < 16.
 ``heat-map/largest-exponent``, ``heat-map/smallest-exponent``:
     cells × steps as an image.
+``loss-scale-trace``:
+    loss, loss scale and overflows over the steps as one image.
 ``dtypes``:
     what each cell was asked to compute in, and what it does compute in.
+``bisect/result``, ``bisect/ranking``:
+    a stored bisection as text, and the head of its ranking as bars (``bisect-1/…`` and so on where there are several).
 
 Where a cell is called more than once in a step, or its value is nested, the tag goes on with `` call 1`` or
 `` slot 1.mask``.
@@ -40,8 +44,10 @@ import numpy.typing as npt
 from ampdebug._errors import ArgumentError, FormatError
 from ampdebug._records import Cell, Kind, Site, Step
 from ampdebug._summary import SiteSummary
+from ampdebug.report.bisection import bisection_markdown, draw_ranking, stored_bisections
 from ampdebug.report.event_file import EventFile
 from ampdebug.report.heatmap import ALL_ZERO, NONFINITE, ExponentMap, exponent_span
+from ampdebug.report.scale_chart import ScaleChart
 
 if TYPE_CHECKING:
     from ampdebug._run import Progress, Run
@@ -90,6 +96,7 @@ class TensorBoardSink:
         self._tags: dict[Site, str] = {}
         self._taken: set[str] = set()
         self._map = ExponentMap()
+        self._chart = ScaleChart()
         self._next_cells = -math.inf
         self._last_birth: object = None
         self._last_step = 0
@@ -133,6 +140,8 @@ class TensorBoardSink:
         """
         values = self._file.scalars(run_scalars(step))
         self._last_step = step.step
+        if rows is None or step.loss is not None or step.loss_scale is not None:
+            self._chart.add(step)
         birth = step.forward_birth or step.backward_birth
         where = None if birth is None else (birth.phase, birth.path, birth.kind)
         new_birth = where is not None and where != self._last_birth
@@ -200,8 +209,20 @@ class TensorBoardSink:
             self._tags[site] = name
         return f"{site.kind}-{statistic}/{name}"
 
+    def bisections(self, results: Sequence[Mapping[str, Any]]) -> None:
+        """Write stored results of ``bisect``: each as text, and the head of its ranking as a picture."""
+        for number, data in enumerate(results, start=1):
+            name = "bisect" if len(results) == 1 else f"bisect-{number}"
+            values = [self._file.text(f"{name}/result", bisection_markdown(data))]
+            picture = draw_ranking(data)
+            if picture is not None:
+                values.append(self._file.image(f"{name}/ranking", picture))
+            self._file.write(self._last_step, values)
+
     def draw_maps(self) -> None:
-        """Write the heat maps of what was given so far, if anything was."""
+        """Write the heat maps and the loss-scale trace of what was given so far, if anything was."""
+        if self._chart.tells:
+            self._file.write(self._last_step, [self._file.image("loss-scale-trace", self._chart.draw())])
         if len(self._map):
             for which in ("largest", "smallest"):
                 picture = self._map.draw(which)
@@ -275,7 +296,9 @@ def _write_rank(run: Run, logdir: Path, cell_steps: int, progress: Progress | No
             sink.step(Step(number), [sites[k] for k in found.site_ids.tolist()], found.rows, found.exponents)
         if progress is not None:
             progress(len(chosen), len(chosen))
-        sink.describe(run.cells, seen=_seen_dtypes(run.summary()))
+        if run.cells:
+            sink.describe(run.cells, seen=_seen_dtypes(run.summary()))
+        sink.bisections(stored_bisections(run))
     return sink.path
 
 
