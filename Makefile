@@ -9,12 +9,14 @@
 #
 # PYTHON  the interpreter that makes the environment     make test PYTHON=python3.11
 # VENV    another environment than .venv                 make test VENV=~/envs/ampdebug
+# JOBS    test processes side by side                    make test JOBS=4
 # ARGS    handed to pytest, the demo or the benchmark    make test ARGS="-k table"
 
 PYTHON ?= python3
 VENV ?= .venv
 VENV_PURE ?= .venv-pure
 ARGS ?=
+JOBS ?= 2
 MAKEFLAGS += --no-print-directory
 
 # Our own commands must find the packages of the environment only, whatever the caller's shell has set.
@@ -71,14 +73,17 @@ endef
 demo: $(DEV)
 	@"$(VENV)/bin/python" examples/digits_o2.py $(ARGS)
 
+# A module's tests stay in one process (loadfile); $(JOBS) of them run side by side.
+PYTEST = -m pytest --numprocesses $(JOBS) --dist loadfile
+
 test: $(DEV)
-	@"$(VENV)/bin/python" -m pytest --cov --cov-report=term --durations=15 --durations-min=5 -m "not slow" $(ARGS)
+	@"$(VENV)/bin/python" $(PYTEST) --cov --cov-report=term --durations=15 --durations-min=5 -m "not slow" $(ARGS)
 
 test-all: $(DEV)
-	@"$(VENV)/bin/python" -m pytest --durations=15 $(ARGS)
+	@"$(VENV)/bin/python" $(PYTEST) --durations=15 $(ARGS)
 
 test-pure: $(DEV_PURE)
-	@"$(VENV_PURE)/bin/python" -m pytest --ignore=tests/mindspore $(ARGS)
+	@"$(VENV_PURE)/bin/python" $(PYTEST) --ignore=tests/mindspore $(ARGS)
 
 lint: $(DEV)
 	@"$(VENV)/bin/python" -m ruff check .

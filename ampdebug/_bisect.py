@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from ampdebug._bisect_result import BisectResult, BisectStatus, Check, Culprit, Unit
+from ampdebug._bisect_result import BisectResult, BisectStatus, Check, Culprit, Origin, Unit
 from ampdebug._errors import AmpdebugError, ArgumentError
 from ampdebug._journal import Journal, Outcome
 from ampdebug._search import Progress, SearchResult, find_minimal_set
@@ -86,21 +86,25 @@ class Criterion:
 
     @staticmethod
     def beside(
-        reference: float | bool, noise: float, tolerance: float | None, threshold: float | None, better: Better
+        reference: float | bool,
+        noise: float,
+        tolerance: float | None,
+        threshold: float | None,
+        better: Better,
+        what: str = "",
     ) -> Criterion:
-        """From the user's choices and the float32 measurement."""
+        """From the user's choices and the float32 measurement; ``what`` is measured."""
         if isinstance(reference, bool):
-            return Criterion(0.5, "higher", "evaluate returns True")
+            return Criterion(0.5, "higher", what or "evaluate returns True")
         sign = {"higher": ">=", "lower": "<="}[better]
+        what = what or "evaluate"
         if threshold is not None:
-            return Criterion(threshold, better, f"evaluate {sign} {threshold:.6g}")
+            return Criterion(threshold, better, f"{what} {sign} {threshold:.6g}")
         given = tolerance is not None
         allowed = tolerance if tolerance is not None else max(3 * noise, RELATIVE_TOLERANCE * abs(reference))
         limit = reference - allowed if better == "higher" else reference + allowed
         origin = "tolerance" if given else f"the larger of 3 x noise and {RELATIVE_TOLERANCE:.0%} of it"
-        return Criterion(
-            limit, better, f"evaluate {sign} {limit:.6g} (float32 {reference:.6g}, {origin} {allowed:.3g})"
-        )
+        return Criterion(limit, better, f"{what} {sign} {limit:.6g} (float32 {reference:.6g}, {origin} {allowed:.3g})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ def bisect_backend(
     tolerance: float | None = None,
     threshold: float | None = None,
     better: Better = "higher",
+    what: str = "",
     max_probes: int | None = None,
     max_seconds: float | None = None,
     repeats: int | None = None,
@@ -129,6 +134,8 @@ def bisect_backend(
     failures: tuple[type[BaseException], ...] = (),
     predicate_of: Callable[[Criterion], Callable[[frozenset[Unit]], Outcome]] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    ranked: Callable[[Sequence[Unit], Mapping[OperatorSite, SiteScore]], None] | None = None,
+    origin: Callable[[Criterion, tuple[OperatorSite, ...]], Origin] | None = None,
 ) -> BisectResult:
     """Find the smallest set of units that must stay in float32.
 
@@ -138,12 +145,15 @@ def bisect_backend(
             float32 value, or three times the noise if that is more.
         threshold: An absolute limit instead.
         better: Which way ``evaluate`` improves.
+        what: What is measured, for the report; ``""`` for a function of the user's.
         max_probes, max_seconds, executor, workers, failures, progress: See ``find_minimal_set``.
         repeats: Measure what lies within the noise of the limit up to so often and take the majority. Without it 3
             where the ends differed between their two measurements, else 1.
         journal: A file that lets a killed search go on.
         predicate_of: Makes what measures and judges a set; with an executor something that can be sent there. Without
             it the backend itself measures.
+        ranked: Is given the ranking before the search.
+        origin: Given what counts as good and the sites of the answer, makes what the result's fix is measured with.
 
     Raises:
         ArgumentError: An argument breaks a rule.
@@ -163,7 +173,7 @@ def bisect_backend(
     ends = _Ends(
         (backend.measure_reference(), backend.measure_reference()), (backend.measure_plain(), backend.measure_plain())
     )
-    criterion = Criterion.beside(ends.reference[0], ends.noise, tolerance, threshold, better)
+    criterion = Criterion.beside(ends.reference[0], ends.noise, tolerance, threshold, better, what)
 
     def answer(status: BisectStatus, search: SearchResult[Unit] | None, culprits: tuple[Culprit, ...]) -> BisectResult:
         return BisectResult(
@@ -184,6 +194,7 @@ def bisect_backend(
             checks=checks,
             notes=tuple(backend.notes()),
             history=search.history if search else (),
+            origin=origin(criterion, _sites(culprits)) if origin is not None and culprits else None,
         )
 
     if not any(criterion.judge(value).passed for value in ends.reference):
@@ -192,6 +203,8 @@ def bisect_backend(
         return answer("nothing-to-find", None, ())
     scores = backend.rank()
     ranking = sorted(units, key=lambda unit: -_total(unit, scores))  # stable: equals stay in order of execution
+    if ranked is not None:
+        ranked(ranking, scores)
     identity = {**backend.identity(), "criterion": criterion.words}
     names = [unit.name for unit in units]
     log = None if journal is None else Journal(journal, identity=identity, keys=names)
@@ -225,6 +238,10 @@ class _Predicate:
 
     def __call__(self, units: frozenset[Unit]) -> Outcome:
         return self.criterion.judge(self.backend.measure(frozenset(site for unit in units for site in unit.sites)))
+
+
+def _sites(culprits: tuple[Culprit, ...]) -> tuple[OperatorSite, ...]:
+    return tuple(site for culprit in culprits for site in culprit.unit.sites)
 
 
 def _status(search: SearchResult[Unit]) -> BisectStatus:

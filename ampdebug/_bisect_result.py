@@ -5,11 +5,16 @@ from __future__ import annotations
 import html
 import json
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from ampdebug._errors import ArgumentError
 from ampdebug._search import Probe
 from ampdebug._sites import OperatorSite, SiteScore
+
+if TYPE_CHECKING:
+    from ampdebug._patch import Patch, PatchSite
 
 BisectStatus = Literal[
     "found", "nothing-to-find", "precision-innocent", "not-found", "max-probes", "max-seconds", "interrupted"
@@ -84,6 +89,27 @@ class Culprit:
     needed: Literal["verified", "implied", "unknown"]
 
 
+RunMode = Literal["pynative", "graph"]
+
+
+class Origin(Protocol):
+    """How a result was measured, so that its fix can be measured in the same way."""
+
+    def patch_sites(self) -> tuple[PatchSite, ...]:
+        """The operators of the answer, by the user's own lines."""
+
+    def apply(self, network: Any) -> Any:
+        """See ``BisectResult.apply``."""
+
+    def confirm(self, mode: RunMode, timeout: float | None) -> Check:
+        """Measures a fresh network with the cells pinned."""
+
+    def verify(
+        self, before: Mapping[str, str], after: Mapping[str, str], mode: RunMode, timeout: float | None
+    ) -> tuple[bool | None, str]:
+        """Measures the network made from changed sources."""
+
+
 @dataclass(frozen=True, slots=True)
 class BisectResult:
     """The smallest set of units that must stay in float32. ``str()`` is the report.
@@ -107,6 +133,8 @@ class BisectResult:
         checks: What was made sure of before.
         notes: What could not be reached or seen.
         history: Every probe.
+        confirmations: What :meth:`confirm` measured.
+        origin: How it was measured; None in a result that was made without a network. Not part of ``to_dict``.
     """
 
     status: BisectStatus
@@ -126,19 +154,98 @@ class BisectResult:
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
     history: tuple[Probe[Unit], ...]
+    confirmations: tuple[Check, ...] = ()
+    origin: Origin | None = field(default=None, repr=False, compare=False)
 
     @property
     def sites(self) -> tuple[OperatorSite, ...]:
         """All operator sites of the answer."""
         return tuple(site for culprit in self.culprits for site in culprit.unit.sites)
 
+    # --- the fix -----------------------------------------------------------------------------------------------------
+
+    def apply(self, net: Any) -> Any:
+        """A network under the level with the cells of the culprits in float32, to train or to run in either mode.
+
+        The search moves single operators, which takes Python around each of them; this pins whole cells by MindSpore's
+        own flags, which compiles. It protects what the search found and whatever else those cells compute themselves,
+        not their children.
+
+        Args:
+            net: A fresh network at O0, made as the one that was searched: it is converted here, in place, as
+                ``amp.auto_mixed_precision`` does. Or one converted at the same level (not O1, whose rewritten code
+                takes no pins) that has not run yet. A pin set before O2 or O3 converts is lost, so a network is never
+                pinned first.
+
+        Returns:
+            The network to use in its place.
+
+        Raises:
+            ArgumentError: There is no answer to apply, the network is under another level, or has no such cells.
+        """
+        return self._needed("apply").apply(net)
+
+    def patch(self, *, verify: bool = True, mode: RunMode = "pynative", timeout: float | None = None) -> Patch:
+        """The change to your own source that keeps exactly the culprits in float32.
+
+        Args:
+            verify: Run the changed source under the level, without ampdebug's hand in it, by the search's own
+                ``evaluate``. Your files are not touched.
+            mode: Run it in ``"pynative"`` or ``"graph"`` mode: give the one you train in.
+            timeout: Seconds for a run in a process of its own (graph mode).
+
+        Returns:
+            The patch; ``print`` shows it, ``patch.write()`` changes the files.
+
+        Raises:
+            ArgumentError: There is no answer to patch.
+            AmpdebugError: libcst is missing.
+        """
+        from ampdebug._patch import build_patch
+
+        origin = self._needed("patch")
+
+        def run(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[bool | None, str]:
+            return origin.verify(before, after, mode, timeout)
+
+        return build_patch(origin.patch_sites(), level=self.level, verify=run if verify else None)
+
+    def confirm(self, *, mode: RunMode = "graph", timeout: float | None = None) -> BisectResult:
+        """This result with one more line: a fresh network with :meth:`apply`, measured without ampdebug's hand in it.
+
+        The search runs in PyNative mode, and AMP casts differ between the modes: what was found there is claimed of
+        graph mode only after this.
+
+        Args:
+            mode: ``"graph"``: compiled, in a process of its own where the network and ``evaluate`` can be sent there.
+                ``"pynative"``: in this process.
+            timeout: Seconds for a process of its own.
+
+        Raises:
+            ArgumentError: There is no answer to confirm.
+        """
+        check = self._needed("confirm").confirm(mode, timeout)
+        return replace(self, confirmations=(*self.confirmations, check))
+
+    def _needed(self, what: str) -> Origin:
+        if not self.culprits:
+            raise ArgumentError(f"{what}: this result has no culprits ({self.status}), so there is nothing to fix")
+        if self.origin is None:
+            raise ArgumentError(
+                f"{what}: this result does not know its network, or was searched with direction='down'; use one that "
+                "bisect(direction='up') returned"
+            )
+        return self.origin
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; non-finite numbers as text."""
-        data = {name: getattr(self, name) for name in self.__slots__ if name not in ("culprits", "history", "checks")}
+        apart = ("culprits", "history", "checks", "confirmations", "origin")
+        data = {name: getattr(self, name) for name in self.__slots__ if name not in apart}
         data["culprits"] = [
             {**asdict(c), "why": "" if c.score is None else c.score.why, "unit": asdict(c.unit)} for c in self.culprits
         ]
         data["checks"] = [asdict(check) for check in self.checks]
+        data["confirmations"] = [asdict(check) for check in self.confirmations]
         data["history"] = [
             {
                 "units": sorted(unit.name for unit in probe.items),
@@ -166,6 +273,7 @@ class BisectResult:
             )
         word = {True: "ok", False: "FAILED", None: "not checked"}
         lines += [f"check {check.name}: {word[check.passed]} ({check.detail})" for check in self.checks]
+        lines += [f"confirmed {check.name}: {word[check.passed]} ({check.detail})" for check in self.confirmations]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import ampdebug
+from ampdebug import _bisect_command, _compare_command, _inference_command
 from ampdebug._errors import AmpdebugError, ArgumentError
 
 _SORTS = ("weight", "order", "name", "absmax", "nonfinite", "flushed", "zeros")
@@ -23,6 +24,8 @@ _SORTS = ("weight", "order", "name", "absmax", "nonfinite", "flushed", "zeros")
 
 def _report(arguments: argparse.Namespace) -> int:
     with ampdebug.open_run(arguments.run) as opened, _rank(opened, arguments.rank) as run:
+        if arguments.html is not None:
+            return _page(run, arguments)
         report = ampdebug.build_report(
             run,
             show_all=arguments.all,
@@ -32,6 +35,16 @@ def _report(arguments: argparse.Namespace) -> int:
             progress=_progress("reading steps"),
         )
         print(report)
+    return 0
+
+
+def _page(run: ampdebug.Run, arguments: argparse.Namespace) -> int:
+    for option, given in (("--cell", arguments.cell), ("--step", arguments.step)):
+        if given is not None:
+            raise ArgumentError(f"{option} {given} does not go with --html, which shows the whole run; leave one out")
+    print(ampdebug.write_html(run, arguments.html, progress=_progress("reading steps")))
+    for problem in run.problems:
+        print(f"ampdebug: left out: {problem}", file=sys.stderr)
     return 0
 
 
@@ -56,6 +69,8 @@ def _tensorboard(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.every < 1:
         raise ArgumentError(f"--every {arguments.every} must be 1 (statistics in every step) or more")
+    if arguments.keep_bad_steps < 0:
+        raise ArgumentError(f"--keep-bad-steps {arguments.keep_bad_steps} must be 0 (none are kept) or more")
     if not os.path.isfile(arguments.script):
         raise ArgumentError(
             f"{arguments.script!r} is not a file; give the training script: ampdebug run train.py ARGS…"
@@ -69,7 +84,13 @@ def _run(arguments: argparse.Namespace) -> int:
             "`ampdebug run` trains with MindSpore, which is not installed here: pip install 'mindspore>=2.10'. Reading "
             "a recorded run works without"
         ) from error
-    return run_script(arguments.script, arguments.arguments, out=arguments.out, every=arguments.every)
+    return run_script(
+        arguments.script,
+        arguments.arguments,
+        out=arguments.out,
+        every=arguments.every,
+        keep_bad_steps=arguments.keep_bad_steps,
+    )
 
 
 def _diagnose(arguments: argparse.Namespace) -> int:
@@ -94,6 +115,87 @@ def _check(arguments: argparse.Namespace) -> int:
             "'mindspore>=2.10'. `ampdebug diagnose` works without"
         ) from error
     return _answer(check_target(arguments.target, level=arguments.level), as_json=arguments.json)
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    try:
+        from ampdebug.hooks._level_audit_target import audit_target
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "mindspore":
+            raise
+        raise AmpdebugError(
+            "`ampdebug audit` runs the network with MindSpore, which is not installed here: pip install "
+            "'mindspore>=2.10'. `ampdebug checkpoint` works without"
+        ) from error
+    if arguments.against is not None and arguments.cells is not None:
+        raise ArgumentError("--cells does not go with --against, which shows every cell that changes; leave one out")
+    report, changes = audit_target(
+        arguments.target,
+        level=arguments.level,
+        against=arguments.against,
+        mode="graph" if arguments.graph else "pynative",
+        backward=not arguments.no_backward,
+    )
+    if arguments.out is not None:
+        from ampdebug._store_result import append_result
+
+        append_result(arguments.out, "audit", report.to_dict())
+    shown = report if arguments.cells is None else report.only(arguments.cells)
+    if arguments.json:
+        both = {**shown.to_dict(), "against": None if changes is None else changes.to_dict()}
+        print(json.dumps(both, indent=1, allow_nan=False))
+    else:
+        print(shown if changes is None else changes)
+    return 0 if report.ok else 1
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    try:
+        from ampdebug.hooks._replay import replay_target
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "mindspore":
+            raise
+        raise AmpdebugError(
+            "`ampdebug replay` runs the network with MindSpore, which is not installed here: pip install "
+            "'mindspore>=2.10'. `ampdebug report` and `ampdebug diagnose` read the run without"
+        ) from error
+    found = replay_target(
+        arguments.run, arguments.target, step=arguments.step, level=arguments.level, rank=arguments.rank
+    )
+    print(json.dumps(found.to_dict(), indent=1, allow_nan=False) if arguments.json else found)
+    return 0 if found.verdict == "not reproduced" else 1
+
+
+def _checkpoint(arguments: argparse.Namespace) -> int:
+    report = ampdebug.audit_checkpoint(
+        arguments.file, against=arguments.against, progress=_progress("reading", share=True)
+    )
+    print(json.dumps(report.to_dict(), indent=1, allow_nan=False) if arguments.json else report)
+    return 0 if report.ok else 1
+
+
+def _bisect(arguments: argparse.Namespace) -> int:
+    text, code = _bisect_command.run(arguments)
+    print(text)
+    return code
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    text, code = _compare_command.run(arguments)
+    print(text)
+    return code
+
+
+def _inference(arguments: argparse.Namespace) -> int:
+    text, code = _inference_command.run(arguments)
+    print(text)
+    return code
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    report = ampdebug.doctor(measure=not arguments.quick, timeout=arguments.timeout)
+    print(json.dumps(report.to_dict(), indent=1) if arguments.json else report)
+    return 0 if report.ok else 1
 
 
 def _answer(found: ampdebug.Diagnosis, *, as_json: bool) -> int:
@@ -165,6 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--step", type=int, metavar="N", help="one step only")
     made.add_argument("--sort", choices=_SORTS, default="weight", help="default: what explains most comes first")
+    made.add_argument("--html", metavar="FILE", help="write all of it as one page of HTML that needs no network")
 
     made = command("export", _export, "Hand the rows of a run to other tools.")
     reads_run(made)
@@ -198,10 +301,68 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--json", action="store_true", help="the findings as JSON")
     made.set_defaults(unreadable=2)
 
+    made = command("audit", _audit, "Say what every cell and operator of a network really runs in at an AMP level.")
+    made.add_argument(
+        "target",
+        metavar="MODULE:FACTORY",
+        help="a function that returns (net, inputs[, loss_fn]), or a Workload, in a module or a file.py",
+    )
+    made.add_argument("--level", choices=("O0", "O1", "O2", "O3", "auto"), default="O2", help="default: %(default)s")
+    made.add_argument("--against", metavar="LEVEL|MODULE:FACTORY", help="show what changes from there to here")
+    made.add_argument("--cells", metavar="GLOB", type=_glob, help="every operator of the cells that match")
+    made.add_argument("--graph", action="store_true", help="compile it and read the dtypes off the graph")
+    made.add_argument("--no-backward", action="store_true", help="the forward pass only")
+    made.add_argument("--out", metavar="RUN", help="store the result with this run (made if missing)")
+    made.add_argument("--json", action="store_true", help="everything as JSON")
+    made.set_defaults(unreadable=2)
+
+    made = command("replay", _replay, "Run a step again that went wrong and was kept, operator by operator.")
+    reads_run(made)
+    made.add_argument(
+        "target",
+        metavar="MODULE:FACTORY",
+        help="a function that returns (net[, inputs][, loss_fn]), or a Workload, in a module or a file.py",
+    )
+    made.add_argument("--step", type=int, metavar="K", help="which of the kept steps (default: the first)")
+    made.add_argument("--level", choices=("O0", "O1", "O2", "O3", "auto"), help="default: the level of the run")
+    made.add_argument("--json", action="store_true", help="the answer as JSON")
+    made.set_defaults(unreadable=2)
+
+    made = command("bisect", _bisect, _bisect_command.DESCRIPTION)
+    _bisect_command.add_arguments(made)
+    made.set_defaults(unreadable=2)
+
+    made = command("compare", _compare, _compare_command.DESCRIPTION)
+    _compare_command.add_arguments(made)
+    made.set_defaults(unreadable=2)
+
+    made = command("inference", _inference, _inference_command.DESCRIPTION)
+    _inference_command.add_arguments(made)
+    made.set_defaults(unreadable=2)
+
+    made = command("checkpoint", _checkpoint, "Say what a checkpoint file holds: dtypes, non-finite values, float16.")
+    made.add_argument("file", metavar="FILE", help="a .ckpt or .safetensors file")
+    made.add_argument("--against", metavar="FILE", help="compare it with another one, parameter by parameter")
+    made.add_argument("--json", action="store_true", help="every parameter as JSON")
+    made.set_defaults(unreadable=2)
+
+    made = command("doctor", _doctor, "Look at this machine: versions, kernels, and settings that change numbers.")
+    made.add_argument("--quick", action="store_true", help="do not time kernels")
+    made.add_argument("--timeout", type=float, default=60.0, metavar="S", help="for each kernel (default: %(default)s)")
+    made.add_argument("--json", action="store_true", help="every line as JSON")
+    made.set_defaults(unreadable=2)
+
     made = command("run", _run, "Run a training script as it is, with the monitor on.")
-    made.usage = "ampdebug run [-h] [--every N] [--out DIR] train.py ARGS…"
+    made.usage = "ampdebug run [-h] [--every N] [--out DIR] [--keep-bad-steps N] train.py ARGS…"
     made.add_argument("--every", type=int, default=1, metavar="N", help="statistics in every N-th step (default: 1)")
     made.add_argument("--out", default="runs/ampdebug", metavar="DIR", help="where the run goes (default: %(default)s)")
+    made.add_argument(
+        "--keep-bad-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="keep what `ampdebug replay` needs of the first N steps that go wrong (default: %(default)s)",
+    )
     made.add_argument("script", metavar="train.py")
     made.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS…", help="handed to the script untouched")
     return parser

@@ -1,9 +1,10 @@
-"""Watch a mixed-precision training go wrong, and see which cell did it.
+"""Watch a mixed-precision training go wrong, find the lines that did it, and fix them.
 
 A small convolution and attention net learns scikit-learn's handwritten digits at level O2 (float16) with a dynamic loss
 scale. Its softmax is written by hand, as people do, and forgets to subtract the maximum: no list of MindSpore knows it,
-so O2 runs it in float16, where exp(x) is infinite from x = 11.1 on. After some steps the scores get there. The same
-training at O0 (float32) stays healthy.
+so O2 runs it in float16, where exp(x) is infinite from x = 11.1 on. After some steps the scores get there: the monitor
+shows in which cell, the bisection in which lines, and the patched source trains at O2 without a fault, as O0 (float32)
+does.
 
     python digits_o2.py [--out DIR] [--steps N] [--pynative]
 
@@ -12,6 +13,7 @@ that exists already).
 """
 
 import argparse
+import importlib.util
 import os
 import sys
 from itertools import chain, count
@@ -80,8 +82,19 @@ def load():
     return (pictures[order] / 16).astype(np.float32).reshape(-1, 1, 8, 8), labels[order].astype(np.int32)
 
 
+def workload():
+    """The training as a task that the bisection can run: network, batches, loss."""
+    pictures, labels = load()
+    return ampdebug.Workload(
+        network=Net,
+        data=[(Tensor(pictures[:BATCH]), Tensor(labels[:BATCH]))],
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: nn.Adam(parameters, 0.01),
+    )
+
+
 def train(level, out, data, steps, learning_rate):
-    """Trains at an AMP level with the monitor on, and says how it went."""
+    """Trains at an AMP level with the monitor on, keeps the first bad step, and says how it went."""
     pictures, labels = data
     ms.set_seed(0)
     net = amp.auto_mixed_precision(Net(), level).set_train()
@@ -95,7 +108,7 @@ def train(level, out, data, steps, learning_rate):
     gradient_function = ms.value_and_grad(forward, None, optimizer.parameters)
     batches = np.random.RandomState(1)
     all_well = True
-    with ampdebug.watch(net, out=out, optimizer=optimizer, loss_scale=scaler) as run:
+    with ampdebug.watch(net, out=out, optimizer=optimizer, loss_scale=scaler, keep_bad_steps=1) as run:
         for number in range(1, steps + 1):
             chosen = batches.randint(0, TRAINING, BATCH)
             loss, gradients = gradient_function(Tensor(pictures[chosen]), Tensor(labels[chosen]))
@@ -131,6 +144,42 @@ def show(title, out):
         ampdebug.write_tensorboard(run, out / "tensorboard")
 
 
+def find_and_fix(run, mode):
+    """Searches what must stay in float32, from the state before the kept bad step of a run.
+
+    Returns:
+        Path of a copy of this file with the patch in it, None where there is none that was seen to work.
+    """
+    ms.set_context(mode=ms.PYNATIVE_MODE)  # operators can be steered there only; the patch is checked in `mode`
+    result = ampdebug.bisect(f"{short(__file__)}:workload", run=run, level="O2", out=run)
+    print(result)
+    if not result.culprits:
+        return None
+    patch = result.patch(mode=mode)
+    print(f"\nThe patch, {patch}")
+    if not patch.verified:
+        return None
+    changed = run / "digits_o2_patched.py"
+    for text in patch.files.values():
+        changed.write_text(text, encoding="utf-8")
+    return changed
+
+
+def short(path):
+    """A path as a person would type it here."""
+    path = Path(path)
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def load_module(path):
+    """Imports a file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def fresh(directory):
     """The directory, or the first of DIRECTORY-2, DIRECTORY-3, ... that does not exist: no run is overwritten."""
     numbered = (directory.with_name(f"{directory.name}-{number}") for number in count(2))
@@ -160,10 +209,20 @@ def main():
     train("O0", out / "O0", data, arguments.steps, arguments.learning_rate)
     show("What the monitor saw at O0:", out / "O0")
 
-    python = Path(sys.executable)
-    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    kept = list((out / "O2").glob("*step*.npz"))
+    if kept:
+        print("\n3. Which operators must stay in float32 at O2? Begun in the state before the bad step\n")
+        patched = find_and_fix(out / "O2", "pynative" if arguments.pynative else "graph")
+        if patched is not None:
+            print(f"\n4. Level O2 again, with the patch ({patched})")
+            ms.set_context(mode=ms.PYNATIVE_MODE if arguments.pynative else ms.GRAPH_MODE)
+            module = load_module(patched)
+            module.train("O2", out / "O2-patched", data, arguments.steps, arguments.learning_rate)
+            show("What the monitor saw at O2 with the patch:", out / "O2-patched")
+
+    python = short(sys.executable)
     print(
-        f"\nCurves of both runs are in {out} (*/tensorboard); to see them:\n"
+        f"\nCurves of all runs are in {out} (*/tensorboard); to see them:\n"
         f"  {python} -m tensorboard.main --logdir {out}\n"
         f"The tables again, with every cell:\n"
         f"  {python} -m ampdebug report --all {out / 'O2'}"

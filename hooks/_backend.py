@@ -16,13 +16,17 @@ from mindspore import dtype as mstype
 from ampdebug._bisect_result import Check, Unit
 from ampdebug._errors import ArgumentError, NoObservationsError
 from ampdebug._sites import OperatorCall, OperatorSite, SiteScore, is_cast, is_transparent
+from ampdebug.hooks._checkpoint import Checkpoint, load_checkpoint
 from ampdebug.hooks._checks import Trial, run_checks
 from ampdebug.hooks._emulate import EmulatedProtection, emulate, score_sites
+from ampdebug.hooks._goodness import WorkloadProbe
+from ampdebug.hooks._lowering import kept_in_float32, lowered, score_lowered_sites
 from ampdebug.hooks._operators import known_paths
 from ampdebug.hooks._protect import LOW_DTYPES, Policy, Protection, protect
 from ampdebug.hooks._recording import Recorded, Recording, align, record_evaluation, renamed
 from ampdebug.hooks._shadow import balanced_mixed_precision
 from ampdebug.hooks._state import NetworkState, seeded, to_numpy, without_recompute
+from ampdebug.hooks._tensors import dtype_name
 
 Evaluate = Callable[[nn.Cell], Any]
 
@@ -39,9 +43,18 @@ class MindSporeBackend:
         level: ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``.
         dtype: ``"float16"``, or ``"bfloat16"``, which is emulated where the device has no kernels.
         unit: ``"op"``: single operators. ``"cell"``: all operators of a cell's own construct together.
+        direction: ``"up"``: the units are what the level rounds, and nothing is changed as long as none is protected.
+            ``"down"``: the units are what the level leaves in float32, and all are rounded that are not protected; the
+            level may be ``"O0"`` then. That is emulated always: an operator that the level keeps in float32 may have no
+            16-bit kernel, and asking for one that is missing can end the process.
         loss: Takes a network and returns a scalar tensor for the ranking; without it a fixed random projection of what
             the network gives for its last input.
         seed: For every measurement, so that they differ by precision alone.
+        checkpoint: The state to begin every measurement in, see ``load_checkpoint``; None for the one that ``network``
+            has.
+
+    Attributes:
+        evaluate: What measures; a ready-made probe with what it knows of float32.
 
     Raises:
         ArgumentError: An argument breaks a rule.
@@ -56,11 +69,16 @@ class MindSporeBackend:
         level: str = "O2",
         dtype: str = "float16",
         unit: Literal["op", "cell"] = "op",
+        direction: Literal["up", "down"] = "up",
         loss: Callable[[nn.Cell], Tensor] | None = None,
         seed: int = 0,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
-        if level not in LEVELS:
-            raise ArgumentError(f"level={level!r}: must be one of {', '.join(map(repr, LEVELS))}")
+        if direction not in ("up", "down"):
+            raise ArgumentError(f"direction={direction!r}: must be 'up' or 'down'")
+        levels = ("O0", *LEVELS) if direction == "down" else LEVELS
+        if level not in levels:
+            raise ArgumentError(f"level={level!r}: must be one of {', '.join(map(repr, levels))}")
         if dtype not in LOW_DTYPES:
             raise ArgumentError(f"dtype={dtype!r}: must be 'float16' or 'bfloat16'")
         if unit not in ("op", "cell"):
@@ -70,19 +88,23 @@ class MindSporeBackend:
                 "operators can be steered in PyNative mode only, and the mode is GRAPH_MODE: a compiled network calls "
                 "no Python. Call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) first"
             )
-        self.level, self._evaluate, self._unit, self._loss, self._seed = level, evaluate, unit, loss, seed
+        self.level, self._unit, self._loss, self._seed = level, unit, loss, seed
+        self._down = direction == "down"
+        self._checkpoint = checkpoint
         self._low = LOW_DTYPES[dtype]
         on_cpu = mindspore.get_context("device_target") == "CPU"
-        self.mode: Literal["real", "emulated"] = "emulated" if on_cpu and dtype == "bfloat16" else "real"
+        no_kernels = on_cpu and dtype == "bfloat16"
+        self.mode: Literal["real", "emulated"] = "emulated" if no_kernels or self._down else "real"
         self._reference = self._made(network)
         # The policy of a level is the same for both formats, and only float16 has the kernels to show it by.
-        converted = amp.auto_mixed_precision(
-            self._made(network), level, mstype.float16 if self.mode == "emulated" else self._low
-        )
-        self._network = self._reference if converted is None else converted
+        converted = amp.auto_mixed_precision(self._made(network), level, mstype.float16 if no_kernels else self._low)
+        self._network = self._made(network) if level == "O0" else converted
         self._start, self._level_start = NetworkState(self._reference), NetworkState(self._network)
         self._values: dict[str, list[float | bool]] = {"reference": [], "plain": []}
         self._unknown: set[OperatorSite] = set()
+        self.evaluate = evaluate
+        if isinstance(evaluate, WorkloadProbe):
+            self.evaluate = evaluate.prepared(lambda call, seed: self._from_start(self._reference, call, seed))
 
     def _made(self, network: nn.Cell | Callable[[], nn.Cell]) -> nn.Cell:
         if isinstance(network, nn.Cell):
@@ -92,6 +114,8 @@ class MindSporeBackend:
                 made = network()
             if not isinstance(made, nn.Cell):
                 raise ArgumentError(f"network() gave a {type(made).__name__}; it must return a mindspore.nn.Cell")
+        if self._checkpoint is not None:
+            load_checkpoint(made, self._checkpoint)
         self._recomputed = without_recompute(made)
         return made
 
@@ -99,10 +123,12 @@ class MindSporeBackend:
 
     def _value(self, network: nn.Cell) -> float | bool:
         """One evaluation from the start state."""
-        start = self._start if network is self._reference else self._level_start
-        start.restore(network)
-        with seeded(self._seed), balanced_mixed_precision():
-            return _number(self._evaluate(network))
+        return _number(self._from_start(network, self.evaluate, self._seed))
+
+    def _from_start(self, network: nn.Cell, call: Callable[[nn.Cell], Any], seed: int) -> Any:
+        self._restore(network)
+        with seeded(seed), balanced_mixed_precision():
+            return call(network)
 
     def _recorded(self, network: nn.Cell, kind: str) -> Recording:
         with record_evaluation(network, known_paths(network)) as recording:
@@ -152,15 +178,18 @@ class MindSporeBackend:
         reference = self._reference_recording.calls
         names = align(self._recording.calls, reference)
         ours = {theirs: site for site, theirs in names.items()}
-        self.adopt(
-            Recorded(
-                names,
-                Policy.of(self._recording.calls, renamed(reference, ours)),
-                Policy.of(renamed(self._recording.calls, names), reference),
-            )
-        )
-        self._units = self._grouped(self._candidates())
-        return self._units
+        policy = Policy.of(self._recording.calls, renamed(reference, ours))
+        reference_policy = Policy.of(renamed(self._recording.calls, names), reference)
+        if self._down:
+            kept = kept_in_float32(self._recording.calls, policy)
+            self.units = self._grouped([call for call in kept if call.site in names])
+            sites = {site for unit in self.units for site in unit.sites}
+            policy = lowered(policy, sites, dtype_name(self._low))
+            reference_policy = lowered(reference_policy, {names[site] for site in sites}, dtype_name(self._low))
+        self.adopt(Recorded(names, policy, reference_policy))
+        if not self._down:
+            self.units = self._grouped(self._candidates())
+        return self.units
 
     def adopt(self, recorded: Recorded) -> None:
         """Takes what another backend of the same make recorded, so that ``measure`` works without recording again."""
@@ -205,6 +234,13 @@ class MindSporeBackend:
             for name in self._recording.compiled
         ]
         pathless = sorted({call.path for call in self._recording.calls if call.path and "<" in call.path})
+        if self._down:
+            kept = {call.site for call in kept_in_float32(self._recording.calls, self._policy)} - self._names.keys()
+            if kept:
+                notes.append(
+                    f"{len(kept)} operators have no counterpart in the float32 network and were left as they are: "
+                    f"{', '.join(sorted(site.key for site in kept if site is not None)[:3])}"
+                )
         if pathless:
             notes.append(
                 f"these cells hang in no attribute (a plain list?), so that the level did not convert them: "
@@ -215,7 +251,7 @@ class MindSporeBackend:
         if self._unknown:
             shown = ", ".join(sorted(site.key for site in self._unknown)[:3])
             notes.append(f"{len(self._unknown)} sites ran in probes and not when recording (another branch): {shown}")
-        unmatched = [unit.name for unit in self._units if not any(site in self._names for site in unit.sites)]
+        unmatched = [unit.name for unit in self.units if not any(site in self._names for site in unit.sites)]
         if unmatched:
             notes.append(
                 f"{len(unmatched)} units have no counterpart in the float32 network and could not be ranked: "
@@ -256,7 +292,8 @@ class MindSporeBackend:
             with seeded(self._seed):
                 return trial.loss(self._reference) if self._loss is None else self._loss(self._reference)
 
-        scores = score_sites(self._reference, known_paths(self._reference), self._reference_policy, self._low, loss)
+        score = score_lowered_sites if self._down else score_sites
+        scores = score(self._reference, known_paths(self._reference), self._reference_policy, self._low, loss)
         self._start.restore(self._reference)
         return {site: scores[theirs] for site, theirs in self._names.items() if theirs in scores}
 
@@ -274,6 +311,8 @@ class MindSporeBackend:
             "dtype": str(self._low),
             "mode": self.mode,
             "unit": self._unit,
+            "direction": "down" if self._down else "up",
+            "probe": str(self.evaluate.name) if isinstance(self.evaluate, WorkloadProbe) else "evaluate",
             "seed": self._seed,
             "mindspore": mindspore.__version__,
         }

@@ -73,7 +73,8 @@ def test_the_thread_ends_with_its_owner_and_keeps_no_array() -> None:
     background.submit(array, table.reserve())
     background.settle()
     thread = background._thread
-    assert thread is not None and thread.daemon
+    assert thread is not None
+    assert thread.daemon
     assert len(gc.get_referrers(array)) <= 1  # this frame's own, where the interpreter shows frames at all
     del background
     thread.join(10)
@@ -142,6 +143,9 @@ def test_a_birth_is_found_among_rows_measured_meanwhile() -> None:
         recorder.cell_call(path, "Dense", [("", put_in)], [("", out)])
     recorder.gradient("w", "b", Seen(bad, "float32", bad.shape, True))
     forward, backward = recorder.births(float("inf"))
-    assert forward is not None and (forward.path, forward.inputs_finite) == ("b", True)
-    assert backward is not None and backward.path == "w"
-    assert recorder.nonfinite_gradients and recorder.gradient_norm == float("inf")
+    assert forward is not None
+    assert (forward.path, forward.inputs_finite) == ("b", True)
+    assert backward is not None
+    assert backward.path == "w"
+    assert recorder.nonfinite_gradients
+    assert recorder.gradient_norm == float("inf")

@@ -284,4 +284,4 @@ def test_why_an_operator_is_a_culprit(numbers: dict[str, Any], kind: str, words:
     assert seen.kind == kind
     assert seen.why.startswith(words)
     twice = seen.joined(seen)
-    assert (twice.elements, twice.overflowed, twice.score) == (200, 2 * seen.overflowed, 2.0)
+    assert (twice.elements, twice.overflowed, twice.score) == (200, 2 * seen.overflowed, math.sqrt(2))

@@ -11,7 +11,7 @@ import pytest
 
 import ampdebug
 
-MEASURING = {"AMPMonitor", "bisect", "check", "watch"}  # the names that need MindSpore
+MEASURING = {"AMPMonitor", "audit", "bisect", "check", "replay", "watch"}  # the names that need MindSpore
 
 _spec = importlib.util.find_spec("mindspore")
 HAVE_MINDSPORE = _spec is not None and _spec.origin is not None

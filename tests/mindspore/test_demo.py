@@ -45,7 +45,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_the_output_tells_the_story(demo: tuple[Path, str]) -> None:
     _, output = demo
-    at_o2, at_o0 = output.split("\n2. The same training at O0")
+    at_o2, rest = output.split("\n2. The same training at O0")
+    at_o0 = rest.split("\n3. Which operators must stay in float32")[0]
     assert "<- the first loss that is not finite" in at_o2
     assert "update skipped" in at_o2
     table = at_o2[at_o2.index("cell or parameter") :].splitlines()
@@ -54,6 +55,26 @@ def test_the_output_tells_the_story(demo: tuple[Path, str]) -> None:
     assert "nan" not in at_o0
     assert "-m tensorboard.main --logdir runs/digits\n" in at_o0
     assert re.search(r"right on 9\d\.\d% of the pictures", at_o0)
+
+
+def test_the_bisection_names_the_lines_and_the_patch_fixes_them(demo: tuple[Path, str]) -> None:
+    folder, output = demo
+    search, fixed = output.split("\n3. Which operators must stay in float32")[1].split("\n4. Level O2 again")
+    source = (ROOT / "examples/digits_o2.py").read_text(encoding="utf-8").splitlines()
+    for operator, line in (("Exp", "weights = ops.exp(scores)"), ("/", "return weights / weights.sum(-1")):
+        number = next(n for n, text in enumerate(source, 1) if text.strip().startswith(line))
+        assert re.search(rf"\n\d+ +{operator} +attention.softmax +digits_o2.py:{number} +{re.escape(line)}", search)
+    assert "The patch, verified: " in search
+    assert "in graph mode, O2 alone nan" in search
+    assert "+        weights = _float32(lambda: ops.exp(scores.astype(ms.float32)))" in search
+    assert re.search(r"right on 9\d\.\d% of the pictures", fixed)
+    with ampdebug.open_run(folder / "runs/digits/O2-patched") as run:
+        steps = list(run.steps())
+        assert len(steps) == 150
+        assert all(np.isfinite(step.loss) and step.forward_birth is None for step in steps)
+        assert steps[-1].loss_scale >= 2.0**15
+    with ampdebug.open_run(folder / "runs/digits/O2") as run:
+        assert [len(result["culprits"]) for result in run.results("bisect")] == [2]
 
 
 def test_the_records_agree(demo: tuple[Path, str]) -> None:
@@ -73,7 +94,7 @@ def test_the_records_agree(demo: tuple[Path, str]) -> None:
         steps = list(run.steps())
         assert len(steps) == 150
         assert all(step.forward_birth is None and step.backward_birth is None for step in steps)
-    for level in ("O0", "O2"):
+    for level in ("O0", "O2", "O2-patched"):
         assert list((folder / "runs/digits" / level / "tensorboard").glob("events.out.tfevents.*"))
 
 
