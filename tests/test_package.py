@@ -52,6 +52,9 @@ def test_it_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
     top = {name.split("/")[0] for name in wheel.namelist()}
     assert top == {"ampdebug", f"ampdebug-{ampdebug.__version__}.dist-info"}
     assert "ampdebug/py.typed" in wheel.namelist()
+    page = {f"ampdebug/report/page/{file.name}" for file in (ROOT / "ampdebug/report/page").iterdir()}
+    assert {Path(name).suffix for name in page} == {".html", ".css", ".js"}
+    assert page <= set(wheel.namelist())
     assert not [name for name in wheel.namelist() if name.endswith((".pyc", ".sqlite"))]
 
 
