@@ -5,6 +5,7 @@
 #   make test       the test suite, with coverage
 #   make test-all   the same and the slow tests: more networks of mindcv, worker processes, kernels compiled anew
 #   make test-pure  the tests that need no MindSpore, in an environment without it (small and quick to install)
+#   make campaigns  planted faults and damaged logs by the thousand; writes the result tables in docs/
 #   make lint types format bench wheel clean
 #
 # PYTHON  the interpreter that makes the environment     make test PYTHON=python3.11
@@ -29,7 +30,7 @@ NET_ZOO = mindcv==0.3.0
 DEV = $(VENV)/.ampdebug-dev
 DEV_PURE = $(VENV_PURE)/.ampdebug-dev
 
-.PHONY: all demo test test-all test-pure lint types format bench wheel env clean
+.PHONY: all demo test test-all test-pure lint types format bench campaigns wheel env clean
 all: lint types test
 
 env: $(DEV)
@@ -98,6 +99,11 @@ types: $(DEV)
 
 bench: $(DEV)
 	@"$(VENV)/bin/python" benchmarks/monitor.py $(ARGS)
+
+# Planted faults and mutated logs, whole; CI runs a small sample. Each writes its table into docs/. About an hour.
+campaigns: $(DEV)
+	@"$(VENV)/bin/python" benchmarks/diagnose_campaign.py 264 200 10000
+	@"$(VENV)/bin/python" benchmarks/bisect_campaign.py
 
 wheel: $(DEV)
 	@rm -rf build dist

@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Literal
 
-from ampdebug._errors import ArgumentError
+from ampdebug._errors import AmpdebugError, ArgumentError
 from ampdebug._journal import Journal, Outcome
 from ampdebug._search_ledger import Ledger
 from ampdebug._search_plan import Phase, Question, T, minimal_set_plan, probe_bound
+
+# What executors of other packages raise from a probe whose worker died: Dask's and Ray's. By name, since importing a
+# package only to name its exception would make everybody wait for it.
+_DEAD_WORKER = frozenset({"KilledWorker", "WorkerCrashedError"})
 
 Status = Literal["complete", "nothing-needed", "nothing-sufficient", "max-probes", "max-seconds", "interrupted"]
 
@@ -141,12 +145,14 @@ def find_minimal_set(
             ask next whichever way the answer falls. It is not shut down. Without it they run in this thread.
         workers: How many probes to keep in flight on ``executor``.
         failures: Exceptions of a probe that count as a failed probe, with their text as the reason. Others propagate.
+            With any given, what an executor raises when one worker died under a probe counts too.
         stop: Asked before each probe; True ends the search with the best answer so far. A KeyboardInterrupt does too.
         progress: Called after each probe.
 
     Raises:
         ArgumentError: An argument breaks a rule, or two items have the same key.
         FormatError: The journal belongs to another search.
+        AmpdebugError: The executor broke: the standard library's pools end for good with the first worker that dies.
 
     Example:
         >>> result = find_minimal_set(range(100), lambda items: {7, 40} <= items)
@@ -296,7 +302,11 @@ class _Search(Generic[T]):
                 spent = budget.spent(self._probes + len(running), time.monotonic() - self._start)
                 if len(running) >= workers or spent is not None:
                     return
-                running[executor.submit(_timed, self._predicate, question.items)] = question
+                try:
+                    future = executor.submit(_timed, self._predicate, question.items)
+                except BrokenExecutor as error:
+                    raise self._broken(error) from error
+                running[future] = question
                 busy.append(question.items)
 
     def _ahead(self, count: int) -> list[Question[T]]:
@@ -336,8 +346,20 @@ class _Search(Generic[T]):
         begin = time.monotonic()
         try:
             return get()
-        except self._failures as error:
-            return Outcome(False, None, f"{type(error).__name__}: {error}"), time.monotonic() - begin
+        except Exception as error:
+            if isinstance(error, BrokenExecutor):
+                raise self._broken(error) from error
+            if isinstance(error, self._failures) or (self._failures and type(error).__name__ in _DEAD_WORKER):
+                return Outcome(False, None, f"{type(error).__name__}: {error}"), time.monotonic() - begin
+            raise
+
+    def _broken(self, error: BrokenExecutor) -> AmpdebugError:
+        """Which probe it died of cannot be told from the others that ran, so that none of them is a failed probe."""
+        kept = "" if self._journal is None else f"; the {self._probes} answers so far are in {self._journal.path}"
+        return AmpdebugError(
+            f"the executor broke after {self._probes} probes and takes no more: {error} A pool that replaces a worker "
+            f"that died is what workers= makes{kept}"
+        )
 
     def _note(self, question: Question[T], answer: Outcome | bool, seconds: float) -> None:
         outcome = answer if isinstance(answer, Outcome) else Outcome(bool(answer))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import linecache
+import math
 from dataclasses import dataclass
 
 _CASTS = frozenset({"cast", "astype", "to", "half", "float", "bfloat16", "typeas", "type", "double"})
 # They hand on every value as it is, and never cast: the dtype of what comes out is that of what went in.
 _MOVEMENTS = frozenset(
     """
-    reshape view viewas transpose swapaxes swapdims permute t squeeze unsqueeze expanddims flatten split splittensor
-    splitwithsize chunk broadcastto expand expandas narrow select selectextview slice stridedslice sliceext getitem
-    unstack unstackext unbind diagonal diagonalview pixelshuffle movedim contiguous unfold ravel
+    reshape view viewas transpose transposeext swapaxes swapdims permute t squeeze unsqueeze expanddims flatten
+    flattenext split splittensor splitwithsize chunk broadcastto expand expandas narrow select selectext slice
+    stridedslice sliceext getitem unstack unstackext unbind diagonal pixelshuffle movedim contiguous unfold ravel
     """.split()  # noqa: SIM905 - a page of quotes reads worse
 )
 # Exact too, but from several tensors, or more than once.
@@ -20,8 +21,8 @@ _ASSEMBLIES = frozenset({"concat", "concatenate", "cat", "stack", "stackext", "t
 
 def _plain(operator: str) -> str:
     """``"Tensor.expand_dims"``, ``"mint.expand_dims"`` and ``"ExpandDims"`` by one name: ``"expanddims"``."""
-    name = operator.rpartition(".")[2].removesuffix("View")
-    return name.replace("_", "").lower()
+    name = operator.rpartition(".")[2]
+    return (name.removesuffix("View") or name).replace("_", "").lower()  # one primitive is called View
 
 
 _SYMBOLS = {
@@ -49,7 +50,8 @@ def is_cast(operator: str) -> bool:
 
 def is_movement(operator: str) -> bool:
     """The operator moves values and computes none: reshape, transpose, slice and the like."""
-    return _plain(operator) in _MOVEMENTS
+    # The primitive of this name is `where`: it brings its operands to one dtype, constants too, which may not fit.
+    return operator != "Select" and _plain(operator) in _MOVEMENTS
 
 
 def is_transparent(operator: str) -> bool:
@@ -137,7 +139,8 @@ class SiteScore:
     """What the level's rounding at one site does, in the state in which the network fails.
 
     Attributes:
-        score: Effect on the loss, to first order, summed over the elements; infinite where something overflowed.
+        score: Effect on the loss to first order, root of the sum of squares over the elements; infinite where something
+            overflowed.
         elements: How many elements came out.
         overflowed: Elements that are finite in float32 and not in 16 bits.
         flushed: Elements that are nonzero in float32 and zero in 16 bits.
@@ -171,9 +174,9 @@ class SiteScore:
         return f"rounding: off by up to {self.error:.3g} where values spread by {self.spread:.3g}"
 
     def joined(self, other: SiteScore) -> SiteScore:
-        """Two calls of one site as one: counts and scores added, the larger of the rest."""
+        """Two calls of one site as one: counts added, scores by their squares, the larger of the rest."""
         return SiteScore(
-            score=self.score + other.score,
+            score=math.hypot(self.score, other.score),
             elements=self.elements + other.elements,
             overflowed=self.overflowed + other.overflowed,
             flushed=self.flushed + other.flushed,

@@ -25,7 +25,7 @@ from ampdebug.hooks._operators import known_paths
 from ampdebug.hooks._protect import LOW_DTYPES, Policy, Protection, protect
 from ampdebug.hooks._recording import Recorded, Recording, align, record_evaluation, renamed
 from ampdebug.hooks._shadow import balanced_mixed_precision
-from ampdebug.hooks._state import NetworkState, seeded, to_numpy, without_recompute
+from ampdebug.hooks._state import NetworkState, made_by, seeded, to_numpy, without_recompute
 from ampdebug.hooks._tensors import dtype_name
 
 Evaluate = Callable[[nn.Cell], Any]
@@ -110,8 +110,7 @@ class MindSporeBackend:
         if isinstance(network, nn.Cell):
             made = copy.deepcopy(network)
         else:
-            with seeded(self._seed):
-                made = network()
+            made = made_by(network, self._seed)
             if not isinstance(made, nn.Cell):
                 raise ArgumentError(f"network() gave a {type(made).__name__}; it must return a mindspore.nn.Cell")
         if self._checkpoint is not None:

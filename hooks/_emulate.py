@@ -7,6 +7,7 @@ the same casts. That is within one or two units in the last place of a real kern
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -251,8 +252,10 @@ def score_sites(
         loss: Runs the network and returns a scalar.
 
     Returns:
-        ``score`` is the sum of ``|dloss/dalpha|`` over the elements of a site, infinite where a 16-bit value is not
-        finite although the float32 one is.
+        ``score`` is the root of the sum of ``(dloss/dalpha)**2`` over the elements of a site, infinite where a 16-bit
+        value is not finite although the float32 one is. Rounding errors of different elements have nothing to do with
+        each other, so that their effects add up like this; adding absolute values would put every site with many
+        elements before the few numbers that the network gives.
     """
     dry = _Scoring(SiteTracker(network, path_of), policy, low, None)
     with interpose(dry):
@@ -266,6 +269,6 @@ def score_sites(
         with interpose(scoring):
             _, gradients = value_and_grad(loss, None, ParameterTuple(alphas))()
         for site, gradient in zip(scoring.sites, gradients, strict=True):
-            added = float(np.abs(gradient.asnumpy(), dtype=np.float64).sum())
-            scores[site] = replace(scores[site], score=scores[site].score + added)
+            added = float(np.linalg.norm(gradient.asnumpy().astype(np.float64)))
+            scores[site] = replace(scores[site], score=math.hypot(scores[site].score, added))
     return scores

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,3 +88,17 @@ def seeded(seed: int) -> Iterator[None]:
             mindspore.set_seed(before)
         random.setstate(python)
         np.random.set_state(numpy_state)  # noqa: NPY002 - the global generator is what user code may draw from
+
+
+def made_by(make: Callable[[], Any], seed: int) -> Any:
+    """What the user's function makes with all random generators at ``seed``, in the mode that was set before.
+
+    A function that is given by name imports its module when it is first called, in a worker process here, and the
+    module of a training often sets a mode at its top.
+    """
+    mode = mindspore.get_context("mode")
+    try:
+        with seeded(seed):
+            return make()
+    finally:
+        mindspore.set_context(mode=mode)

@@ -8,8 +8,10 @@ import pytest
 
 from ampdebug._sites import OperatorCall, OperatorSite, is_cast, is_movement
 
+MOVEMENTS = ["Reshape", "Tensor.reshape", "Tensor.__getitem__", "mint.expand_dims", "ExpandDims"]
 
-@pytest.mark.parametrize("name", ["Reshape", "Tensor.reshape", "Tensor.__getitem__", "mint.expand_dims", "ExpandDims"])
+
+@pytest.mark.parametrize("name", [*MOVEMENTS, "View", "SelectExtView", "TransposeExtView", "FlattenExt"])
 def test_movements_by_every_name(name: str) -> None:
     assert is_movement(name)
     assert not is_cast(name)
@@ -21,7 +23,7 @@ def test_casts_by_every_name(name: str) -> None:
     assert not is_movement(name)
 
 
-@pytest.mark.parametrize("name", ["Exp", "Tensor.sum", "mint.add", "Concat", "ReduceMean", "Tensor.__add__"])
+@pytest.mark.parametrize("name", ["Exp", "Tensor.sum", "mint.add", "Concat", "ReduceMean", "Tensor.__add__", "Select"])
 def test_what_computes_is_neither(name: str) -> None:
     assert not is_movement(name)
     assert not is_cast(name)

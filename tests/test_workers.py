@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ampdebug._errors import AmpdebugError, ArgumentError, ProbeError
+from ampdebug._journal import Journal
 from ampdebug._search import find_minimal_set
 from ampdebug._workers import WorkerExecutor
 
@@ -156,6 +159,50 @@ def test_a_crash_is_a_failed_probe_with_its_reason(tmp_path: Path) -> None:
     assert any("died with signal 11" in reason for reason in reasons)
     with WorkerExecutor(timeout=1.0) as executor, pytest.raises(ProbeError, match="died with signal 11"):
         find_minimal_set([5, 3, 11], Deadly(tmp_path), executor=executor)
+
+
+@pytest.mark.parametrize("pool", [ThreadPoolExecutor, ProcessPoolExecutor])
+def test_the_pools_of_the_standard_library(pool: Any) -> None:
+    options = {} if pool is ThreadPoolExecutor else {"mp_context": multiprocessing.get_context("spawn")}
+    with pool(2, **options) as executor:
+        result = find_minimal_set(range(12), needs_3_and_7, executor=executor, workers=2)
+    assert (result.items, result.verified) == ((3, 7), True)
+
+
+def needs_3_and_7(items: frozenset[int]) -> bool:
+    return {3, 7} <= items
+
+
+def test_a_pool_that_breaks_ends_the_search_and_no_probe_is_called_failed(tmp_path: Path) -> None:
+    path, keys = tmp_path / "journal", [str(item) for item in (3, 11, 5)]
+    with (
+        ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor,
+        Journal(path, identity={}, keys=keys) as journal,
+        pytest.raises(AmpdebugError, match=r"the executor broke after 2 probes .*workers=.*2 answers so far are in"),
+    ):
+        find_minimal_set(
+            [3, 5, 11], Deadly(tmp_path), executor=executor, journal=journal, failures=(ProbeError, RuntimeError)
+        )
+    with Journal(path, identity={}, keys=keys) as journal:
+        assert [sorted(entry.keys) for entry in journal.entries] == [[], ["3"]]
+
+
+def test_a_worker_that_another_executor_reports_dead_is_a_failed_probe() -> None:
+    class KilledWorker(Exception):
+        """As Dask says it."""
+
+    def probe(items: frozenset[int]) -> bool:
+        if 5 in items:
+            raise KilledWorker("probe-1 died on worker tcp://127.0.0.1:1")
+        return 3 in items
+
+    with ThreadPoolExecutor(1) as executor:
+        result = find_minimal_set([5, 3], probe, executor=executor, failures=(ProbeError,))
+        assert [probe.outcome.reason for probe in result.history if probe.outcome.reason] == [
+            "KilledWorker: probe-1 died on worker tcp://127.0.0.1:1"
+        ] * 2
+        with pytest.raises(KilledWorker):
+            find_minimal_set([5, 3], probe, executor=executor)
 
 
 def test_bad_arguments_are_named() -> None:
