@@ -67,7 +67,7 @@ class OperatorRow:
             ``"inputs"`` (it follows what it was given), ``"not converted"`` (16 bits were asked for), ``"made here"``.
         gradient: The dtype in which the gradient of its result arrived; ``""`` where none did.
         casts: Casts of operands on the C++ side.
-        elements: In its first result; 0 in a graph, which does not tell.
+        elements: In its first result; 0 where only running would tell.
         moved: Bytes that an explicit cast reads and writes.
     """
 
@@ -213,7 +213,7 @@ def _row(operator: Operator, seen: AuditedStep, gradients: dict[int, str]) -> Op
         asked_by(operator, seen),
         gradients.get(operator.index, ""),
         tuple(implicit_casts(operator)),
-        elements_of(first.shape) if first is not None and seen.mode != "graph" else 0,
+        max(elements_of(first.shape), 0) if first is not None else 0,
         moved,
     )
 

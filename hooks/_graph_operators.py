@@ -98,16 +98,16 @@ class CompiledGraph:
             raise ValueError(f"the graph of phase {phase[:200]!r} has no nodes")
         self._primitives = {f"{_REFERENCE}{primitive.name}": primitive for primitive in self._model.primitives}
 
-    def operators(self, scopes: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    def operators(self, scopes: dict[str, str]) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
         """The operators that it runs in the forward pass of known cells.
 
         Args:
             scopes: ``{scope: cell path}`` as of :func:`name_scopes`.
 
         Yields:
-            ``(cell path, operator, dtype)`` in the graph's order, once a node. The operator is the primitive's name
-            (``"MatMul"``); the dtype that of its first floating-point output: the casts of mixed precision are nodes of
-            their own (``"Cast"``) before it.
+            ``(cell path, operator, dtype, shape)`` in the graph's order, once a node. The operator is the primitive's
+            name (``"MatMul"``); dtype and shape are those of its first floating-point output, with -1 for a length that
+            only running shows: the casts of mixed precision are nodes of their own (``"Cast"``) before it.
         """
         known: dict[str, str | None] = {}
         for graph in (self._model.graph, *self._model.functions):
@@ -119,9 +119,9 @@ class CompiledGraph:
                 if scope not in known:
                     known[scope] = _path_of(scope, scopes)
                 path = known[scope]
-                dtype = None if path is None else _first_float(node)
-                if path is not None and dtype is not None:
-                    yield path, primitive.op_type, dtype
+                first = None if path is None else _first_float(node)
+                if path is not None and first is not None:
+                    yield path, primitive.op_type, *first
 
     def callbacks(self) -> dict[int, bool]:
         """The Python callbacks in it.
@@ -151,19 +151,19 @@ def _path_of(scope: str, scopes: dict[str, str]) -> str | None:
     return None
 
 
-def _first_float(node: Any) -> str | None:
+def _first_float(node: Any) -> tuple[str, tuple[int, ...]] | None:
     for attribute in node.attribute:
         if attribute.name == "shape":
             return _first_float_of(attribute)
     return None
 
 
-def _first_float_of(attribute: Any) -> str | None:
+def _first_float_of(attribute: Any) -> tuple[str, tuple[int, ...]] | None:
     for tensor in attribute.tensors:
         if tensor.data_type in _FLOATS:
-            return _FLOATS[tensor.data_type]
+            return _FLOATS[tensor.data_type], tuple(tensor.dims)
     for value in attribute.values:
-        dtype = _first_float_of(value)
-        if dtype is not None:
-            return dtype
+        found = _first_float_of(value)
+        if found is not None:
+            return found
     return None

@@ -40,8 +40,8 @@ def compiled_step(net: nn.Cell, given: tuple[Any, ...], level: str) -> AuditedSt
         mindspore.set_context(mode=before)
         net.compile_cache.clear()
     operators = tuple(
-        Operator(index, name, path, found[path].cell_type, "", "", (), (Result(dtype, (), None),))
-        for index, (path, name, dtype) in enumerate(read)
+        Operator(index, name, path, found[path].cell_type, "", "", (), (Result(dtype, shape, None),))
+        for index, (path, name, dtype, shape) in enumerate(read)
     )
     return AuditedStep(
         found[""].cell_type,

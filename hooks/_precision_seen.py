@@ -131,7 +131,7 @@ class PrecisionSeen:
         self.changed = True
         try:
             graph = CompiledGraph(executor, phase)
-            for path, operator, dtype in graph.operators(self._scopes):
+            for path, operator, dtype, _ in graph.operators(self._scopes):
                 self.operator_ran(path, operator, dtype)
                 for above in _with_those_above(path):
                     self.cell_ran(above)

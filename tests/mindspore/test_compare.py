@@ -156,6 +156,8 @@ def test_shares_of_a_graph() -> None:
     low = share_of(spec("plain", "O3", "graph"))
     assert low.low_operators == 1.0
     assert low.kinds["matmul"] == 2
+    assert set(low.bytes) == {"float16"}
+    assert low.bytes["float16"] >= 2 * 16 * (4 * 8 + 2 * 3)
 
 
 def test_memory_is_the_high_water_mark() -> None:

@@ -53,7 +53,7 @@ def test_the_output_tells_the_story(demo: tuple[Path, str]) -> None:
     assert table[2].startswith(SOFTMAX)
     assert "Healthy: none of " in at_o0
     assert "nan" not in at_o0
-    assert "-m tensorboard.main --logdir runs/digits\n" in at_o0
+    assert "-m tensorboard.main --logdir runs/digits\n" in output
     assert re.search(r"right on 9\d\.\d% of the pictures", at_o0)
 
 
