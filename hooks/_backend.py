@@ -20,7 +20,7 @@ from ampdebug.hooks._checkpoint import Checkpoint, load_checkpoint
 from ampdebug.hooks._checks import Trial, run_checks
 from ampdebug.hooks._emulate import EmulatedProtection, emulate, score_sites
 from ampdebug.hooks._goodness import WorkloadProbe
-from ampdebug.hooks._lowering import kept_in_float32, lowered, score_lowered_sites
+from ampdebug.hooks._lowering import kept_in_float32, lowered
 from ampdebug.hooks._operators import known_paths
 from ampdebug.hooks._protect import LOW_DTYPES, Policy, Protection, protect
 from ampdebug.hooks._recording import Recorded, Recording, align, record_evaluation, renamed
@@ -291,8 +291,8 @@ class MindSporeBackend:
             with seeded(self._seed):
                 return trial.loss(self._reference) if self._loss is None else self._loss(self._reference)
 
-        score = score_lowered_sites if self._down else score_sites
-        scores = score(self._reference, known_paths(self._reference), self._reference_policy, self._low, loss)
+        paths, policy = known_paths(self._reference), self._reference_policy
+        scores = score_sites(self._reference, paths, policy, self._low, loss, kernels=not self._down)
         self._start.restore(self._reference)
         return {site: scores[theirs] for site, theirs in self._names.items() if theirs in scores}
 

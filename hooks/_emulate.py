@@ -28,7 +28,7 @@ from ampdebug.hooks._sites import PathOf, SiteTracker
 _cast = ops.Cast()
 
 # Their statistics and parameters stay in float32 although what is normalised does not.
-_KEEP_FLOAT32_OPERANDS = frozenset({"BatchNorm", "BatchNormExt"})
+KEEP_FLOAT32_OPERANDS = frozenset({"BatchNorm", "BatchNormExt"})
 
 
 class _Rounding:
@@ -56,7 +56,7 @@ class _Rounding:
         """Whether the level's operator sees this operand rounded."""
         arrives_low = index < len(self._inputs) and self._inputs[index] in LOW_DTYPES
         if self._computes_low:
-            return arrives_low or self._operator not in _KEEP_FLOAT32_OPERANDS
+            return arrives_low or self._operator not in KEEP_FLOAT32_OPERANDS
         mark = mark_of(tensor)
         return arrives_low and not (mark is not None and mark.strong)
 
@@ -186,12 +186,14 @@ class _Scoring(_Emulation):
     rounding at that site does to the loss. Where the rounded value is not finite, no gradient is needed.
     """
 
-    def __init__(self, tracker: SiteTracker, policy: Policy, low: Any, alphas: list[Parameter] | None) -> None:
+    def __init__(
+        self, tracker: SiteTracker, policy: Policy, low: Any, alphas: list[Parameter] | None, kernels: bool
+    ) -> None:
         super().__init__(tracker, policy, low)
         self._alphas, self.shapes = alphas, list[tuple[int, ...]]()
         self.sites: list[OperatorSite] = []
         self.seen: dict[OperatorSite, SiteScore] = {}
-        self._kernel = low == mstype.float16
+        self._kernel = kernels and low == mstype.float16
 
     def at(
         self, site: OperatorSite, rounding: _Rounding, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -240,7 +242,7 @@ def local_score(exact: Any, rounded: Any) -> SiteScore:
 
 
 def score_sites(
-    network: nn.Cell, path_of: PathOf, policy: Policy, low: Any, loss: Callable[[], Tensor]
+    network: nn.Cell, path_of: PathOf, policy: Policy, low: Any, loss: Callable[[], Tensor], *, kernels: bool = True
 ) -> dict[OperatorSite, SiteScore]:
     """Scores every site by what its rounding does to a loss, in one forward and one backward pass.
 
@@ -250,6 +252,8 @@ def score_sites(
         policy: What the level runs in, its sites named as in this network.
         low: The 16-bit dtype.
         loss: Runs the network and returns a scalar.
+        kernels: Run float16 kernels where there are some. False rounds around float32 ones: an operator that a level
+            keeps in float32 may have no other.
 
     Returns:
         ``score`` is the root of the sum of ``(dloss/dalpha)**2`` over the elements of a site, infinite where a 16-bit
@@ -257,7 +261,7 @@ def score_sites(
         each other, so that their effects add up like this; adding absolute values would put every site with many
         elements before the few numbers that the network gives.
     """
-    dry = _Scoring(SiteTracker(network, path_of), policy, low, None)
+    dry = _Scoring(SiteTracker(network, path_of), policy, low, None, kernels)
     with interpose(dry):
         loss()
     alphas = [
@@ -265,7 +269,7 @@ def score_sites(
     ]
     scores = dict(dry.seen)
     if alphas:
-        scoring = _Scoring(SiteTracker(network, path_of), policy, low, alphas)
+        scoring = _Scoring(SiteTracker(network, path_of), policy, low, alphas, kernels)
         with interpose(scoring):
             _, gradients = value_and_grad(loss, None, ParameterTuple(alphas))()
         for site, gradient in zip(scoring.sites, gradients, strict=True):
