@@ -148,6 +148,8 @@ def _check(arguments: argparse.Namespace) -> None:
         from ampdebug._expect import Expectation
 
         Expectation.read(arguments.expect)  # an hour of search must not end in a misspelt name
+    if arguments.patch not in (None, "-") and not Path(arguments.patch).resolve().parent.is_dir():
+        raise ArgumentError(f"--patch {arguments.patch}: there is no directory {str(Path(arguments.patch).parent)!r}")
     if arguments.direction == "down" and (arguments.patch is not None or arguments.confirm is not None):
         raise ArgumentError("--patch and --confirm keep operators in float32; with --direction down leave them out")
 

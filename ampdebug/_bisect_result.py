@@ -24,7 +24,7 @@ _SENTENCES: dict[BisectStatus, str] = {
     "found": "Kept in float32, these are enough, and each of them is needed.",
     "nothing-to-find": "The network passes under the level as it is: there is nothing to find.",
     "precision-innocent": "The network fails in float32 too: precision is not the cause.",
-    "not-found": "Not even all known operators kept in float32 are enough; the notes say what could not be reached.",
+    "not-found": "Not even all known operators kept in float32 are enough; notes, if any, say what was not reached.",
     "max-probes": "Stopped at max_probes: this is the smallest set seen to pass; what is marked so is known of it.",
     "max-seconds": "Stopped at max_seconds: this is the smallest set seen to pass; what is marked so is known of it.",
     "interrupted": "Interrupted: this is the smallest set seen to pass; what is marked so is known of it.",

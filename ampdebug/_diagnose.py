@@ -262,7 +262,7 @@ def _looked_at(history: History, coverage: Coverage | None) -> tuple[str, ...]:
     view = history.facts.get("run")
     if view is not None:
         result.append(view.describe())
-        result += [f"The monitor said at step {event.step}: {event.message}" for event in history.events[:5]]
+        result += [f"The monitor said at step {e.step}: {e.message.splitlines()[0]}" for e in history.events[:5]]
     if totals.first_step is not None:
         unit = "records" if history.counts_lines else "steps"
         result.append(f"{totals.logged} logged {unit}, {totals.first_step} to {totals.last_step}.")

@@ -76,7 +76,7 @@ class ProbeName:
         Raises:
             ArgumentError: There is no such probe; the message lists them.
         """
-        name, colon, rest = text.partition(":")
+        name, colon, rest = str(text).partition(":")
         kind, measure = _KINDS.get(name), _MEASURES.get(rest if colon else "relative")
         if kind == "grad" and measure is not None:
             return ProbeName(kind, measure)

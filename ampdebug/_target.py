@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -33,15 +34,18 @@ def load_target(target: str, *, what: str = "FACTORY") -> Any:
     module = _from_file(place) if place.endswith(".py") else _from_name(place)
     found = getattr(module, name, None)
     if found is None:
-        functions = [
+        own = [
             key
             for key, value in vars(module).items()
-            if not key.startswith("_") and (callable(value) or isinstance(value, Workload))
+            if not key.startswith("_")
+            and (
+                isinstance(value, Workload) or (callable(value) and getattr(value, "__module__", "") == module.__name__)
+            )
         ]
+        close = difflib.get_close_matches(name, own, n=len(own) or 1)
+        shown = [*close, *(key for key in own if key not in close)][:8]
         kind = "function" if what == "FACTORY" else "such name"
-        raise ArgumentError(
-            f"{place} has no {kind} {name!r}" + (f"; it has {', '.join(functions[:8])}" if functions else "")
-        )
+        raise ArgumentError(f"{place} has no {kind} {name!r}" + (f"; it has {', '.join(shown)}" if shown else ""))
     return found
 
 

@@ -28,7 +28,7 @@ from ampdebug.hooks._patched import patched_sources
 from ampdebug.hooks._protect import LOW_DTYPES
 from ampdebug.hooks._remote import BackendSpec
 from ampdebug.hooks._shadow import balanced_mixed_precision
-from ampdebug.hooks._state import seeded
+from ampdebug.hooks._state import made_by, seeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,7 @@ class FixTask:
         if isinstance(made, nn.Cell):
             network = copy.deepcopy(made)
         else:
-            with seeded(self.spec.seed):
-                network = made()
+            network = made_by(made, self.spec.seed)
         if self.spec.checkpoint is not None:
             load_checkpoint(network, self.spec.checkpoint)
         return network

@@ -10,6 +10,8 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
+from mindspore import nn
+
 from ampdebug.hooks._cells import Place, asked_dtype
 
 _TO_FLOAT = re.compile(r"'(fp16|fp32|bf16)': True")
@@ -89,8 +91,9 @@ def _pins_of_makers(module_name: str, names: tuple[str, ...]) -> frozenset[str]:
         nodes = _own_nodes(function)
         levels = [n.lineno for n in nodes if isinstance(n, ast.Call) and _applies_level(n, module)]
         if levels:
-            named = any(isinstance(n, ast.Name) and n.id == names[0] for n in nodes)
-            makers.append((named, _pins(function), levels))
+            used = {n.id for n in nodes if isinstance(n, ast.Name)}
+            if names[0] in used or not any(_is_own_cell(module, name) for name in used):
+                makers.append((names[0] in used, _pins(function), levels))
     # Where no function names the class (it is handed in), those that pin anything are the ones.
     known = [maker for maker in makers if maker[0]] or [maker for maker in makers if maker[1]]
     if not known:
@@ -98,6 +101,12 @@ def _pins_of_makers(module_name: str, names: tuple[str, ...]) -> frozenset[str]:
     before = {name for _, pins, levels in known for name, line in pins if any(line <= level for level in levels)}
     common = set.intersection(*({name for name, _ in pins} for _, pins, _ in known))
     return frozenset(before & common)
+
+
+def _is_own_cell(module: Any, name: str) -> bool:
+    """A network class of this module: a function that names another one makes another network."""
+    kind = getattr(module, name, None)
+    return isinstance(kind, type) and issubclass(kind, nn.Cell) and kind.__module__ == module.__name__
 
 
 def _pins(function: Any) -> list[tuple[str, int]]:

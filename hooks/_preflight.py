@@ -181,7 +181,13 @@ def cell_facts(net: nn.Cell) -> tuple[CellFacts, ...]:
     found = places(net)
     lost = lost_pins(found)
     return tuple(
-        CellFacts(path, place.cell_type, pinned_then_lost=path in lost, asked=asked_dtype(place.inner))
+        CellFacts(
+            path,
+            place.cell_type,
+            pinned_then_lost=path in lost,
+            pin_in_source=lost.get(path) == "source",
+            asked=asked_dtype(place.inner),
+        )
         for path, place in found.items()
     )
 

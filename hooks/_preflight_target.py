@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ampdebug._target import executed, load_factory
+from ampdebug._errors import ArgumentError
+from ampdebug._target import executed, load_target
+from ampdebug._workload import Workload
 from ampdebug.hooks._preflight import Level, check
 
 if TYPE_CHECKING:
@@ -17,12 +19,29 @@ def check_target(target: str, *, level: Level | None = None) -> Diagnosis:
 
     Args:
         target: ``"package.module:factory"`` or ``"path/file.py:factory"``. The function is called without arguments and
-            returns ``(net, inputs)``, ``(net, inputs, loss_fn)`` or ``(net, inputs, loss_fn, optimizer)``.
+            returns ``(net, inputs)``, ``(net, inputs, loss_fn)`` or ``(net, inputs, loss_fn, optimizer)``; or a
+            ``Workload``, or a function that returns one, of which the first batch is taken.
         level: The AMP level to convert the network to.
 
     Raises:
         ArgumentError: There is no such module, file or function, or it gives something else.
         AmpdebugError: The user's own code raised; its traceback went to stderr.
     """
-    found: Diagnosis = executed(partial(check, load_factory(target), level=level), target)
+    named = load_target(target)
+    if not callable(named) and not isinstance(named, Workload):
+        raise ArgumentError(f"{target} is a {type(named).__name__}; it must be a function or an ampdebug.Workload")
+    found: Diagnosis = executed(partial(check, partial(_made, named), level=level), target)
     return found
+
+
+def _made(named: Any) -> Any:
+    made = named if isinstance(named, Workload) else named()
+    if not isinstance(made, Workload):
+        return made
+    net = made.network()
+    batch = next(iter(made.batches(1)))
+    if made.loss is None:
+        return net, batch[:-1]  # without a loss the last of the batch is nobody's
+    if made.optimizer is None:
+        return net, batch, made.loss
+    return net, batch, made.loss, made.optimizer(net.trainable_params())

@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ampdebug._errors import ArgumentError, NoObservationsError
-from ampdebug._records import Step
+from ampdebug._records import Event, Step
 from ampdebug.hooks import _slots
 from ampdebug.hooks._environment import mode_name
 from ampdebug.hooks._flight import KEEP_BYTES, keep_options
@@ -59,6 +59,9 @@ class Watch:
         session = self._session
         if self._calls is not None:
             self._calls.detach()
+        if isinstance(error, Exception) and not session.off:
+            said = f"{type(error).__name__}: {str(error)[:2000]}"
+            session.guard(session.writer.put_event, Event(session.step_number, "training-raised", said))
         session.close("finished" if error is None else "failed")
         if error is None and session.last is None and not session.off and session.silence == "raise":
             what = "the train cell was not called" if self._calls is not None else "run.step(...) was not called"

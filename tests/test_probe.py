@@ -178,3 +178,8 @@ def test_few_steps_and_no_number() -> None:
     flat = LossBand.of([[0.0, 0.0], [0.0, 0.0]])
     assert flat.excess([0.0, 0.0]) == 0.0
     assert flat.excess([0.0, 1e-9]) == math.inf
+
+
+def test_a_name_must_be_text() -> None:
+    with pytest.raises(ArgumentError, match="probe=5: must be one of"):
+        ProbeName.parse(5)  # type: ignore[arg-type]

@@ -276,6 +276,193 @@ def losses_below_zero(rng: random.Random) -> Lines:
         yield f"iter {step}: loss {-0.5 + rng.gauss(0, 0.3):.4f}, time 312.40ms, mfu 31.20%"
 
 
+def falling_loss(step: int, start: float, end: float, steps: float, rng: random.Random, noise: float = 0.05) -> float:
+    return end + (start - end) * math.exp(-step / steps) + rng.gauss(0, noise)
+
+
+def megatron(step: int, loss: float | None, scale: float, norm: float | None, skipped: int = 0, nans: int = 0) -> str:
+    text = "" if loss is None else f" lm loss: {loss:.6E} |"
+    return (
+        f" [2025-01-02 03:04:05.678901] iteration {step:8d}/   20000 | consumed samples: {step * 64:12d} | elapsed "
+        f"time per iteration (ms): 812.4 | learning rate: 6.000000E-06 | global batch size:    64 |{text} "
+        f"loss scale: {scale} |{'' if norm is None else f' grad norm: {norm:.3f} |'} number of skipped "
+        f"iterations: {skipped:3d} | number of nan iterations: {nans:3d} |"
+    )
+
+
+def fairseq(step: int, loss: float, scale: float, norm: float, updates: int) -> str:
+    return (
+        f"2021-10-03 15:20:08 | INFO | train_inner | epoch 001:  {step:5d} / 100000 loss={loss:.3f}, "
+        f"nll_loss={loss:.3f}, ppl=26.34, wps=49827.0, ups=2.38, num_updates={updates}, "
+        f"lr=0.00041, gnorm={norm:.3f}, loss_scale={scale:g}, train_wall=8, gb_free=10.2, wall=1908"
+    )
+
+
+def fairseq_overflow(scale: float) -> str:
+    return (
+        "2021-10-03 15:20:07 | INFO | fairseq.trainer | NOTE: gradient overflow detected, ignoring gradient, setting "
+        f"loss scale to: {scale}"
+    )
+
+
+def mmengine(epoch: int, step: int, loss: float, norm: float) -> str:
+    return (
+        f"2023/02/20 14:43:11 - mmengine - INFO - Epoch(train)   [{epoch}][{step:4d}/500]  lr: 1.0000e-02  eta: "
+        f"6:12:01  time: 0.0149  data_time: 0.0003  memory: 214  grad_norm: {norm:.4f}  loss: {loss:.4f}"
+    )
+
+
+def maskrcnn(step: int, loss: float) -> str:
+    return (
+        f"2020-05-10 06:34:34,320 maskrcnn_benchmark.trainer INFO: eta: 1 day, 19:42:40  iter: {step}  loss: "
+        f"{loss:.4f} ({loss:.4f})  loss_classifier: {loss / 2:.4f} ({loss / 2:.4f})  time: 1.6072  data: 0.0132  "
+        "lr: 0.020000  max mem: 8743"
+    )
+
+
+FLOOR = "FloatingPointError: Minimum loss scale reached (0.0001). Your loss is probably exploding. Try lowering the lr."
+
+
+@case("scale-collapse-loss-already-nan")
+def fairseq_to_its_floor(rng: random.Random) -> Lines:
+    """97 of the last 100 updates were made, those before the NaN: that says nothing of the NaN ones."""
+    yield from (fairseq(s, falling_loss(s, 12, 7, 600, rng), 128, 1.3, s) for s in range(100, 2000, 100))
+    for power in range(6, -13, -1):
+        yield fairseq_overflow(2.0**power)
+        if power == 4:
+            yield fairseq(2000, math.nan, 16, math.nan, 1997)
+    yield FLOOR
+
+
+@case("nan-from-first-step-after-resume")
+def fairseq_resumes_and_only_overflows(rng: random.Random) -> Lines:
+    yield "2021-10-03 15:00:05 | INFO | fairseq.trainer | Loaded checkpoint checkpoint_last.pt (epoch 3 @ 7300 updates)"
+    yield "2021-10-03 15:00:05 | INFO | fairseq.trainer | begin training epoch 3"
+    yield from (fairseq_overflow(2.0**power) for power in range(6, -13, -1))
+    yield FLOOR
+
+
+@case("nan-from-first-step-after-resume")
+def lightning_restores_nan(rng: random.Random) -> Lines:
+    yield "Restoring states from the checkpoint path at lightning_logs/version_3/checkpoints/epoch=11-step=1200.ckpt"
+    for epoch in (12, 13):
+        for step in range(1, 101, 3):
+            yield f"Epoch {epoch}:  {step}%|████▌     | {step}/100 [00:10<00:12,  4.45it/s, v_num=4, train_loss=nan]\r"
+
+
+@case("every-update-dropped")
+def deepspeed_with_a_static_scale(rng: random.Random) -> Lines:
+    for step in range(10, 500, 10):
+        yield from (deepspeed(65536.0, divisor=1) for _ in range(10))
+        yield f"[2023-04-28 06:51:29,903] [INFO] [logging.py:96] [Rank 0] step={step}, skipped={step}, lr=[1e-05]"
+
+
+@case("overflow-at-every-scale-from-step-1")
+def deepspeed_with_a_dynamic_scale_and_a_finite_loss(rng: random.Random) -> Lines:
+    for step in range(1, 60):
+        yield deepspeed(max(1.0, 2.0 ** (17 - step)))
+        if step % 10 == 0:
+            yield f"{{'loss': {2.4 + rng.gauss(0, 0.02):.4f}, 'learning_rate': 0.0, 'epoch': {step / 1000:.2f}}}"
+
+
+@case("update-applied-on-overflow-static-scale")
+def centerface_goes_on(rng: random.Random) -> Lines:
+    for step in range(1, 400):
+        loss = math.nan if step > 251 else falling_loss(step, 9, 2, 300, rng)
+        yield f"epoch:0, iter:{step}, avg_loss:{loss:.2f}, loss:{loss:.2f}, overflow:{step == 251}, loss_scale:1024.0"
+
+
+@case("forward-overflow-scale-independent")
+def pangu_stage_without_a_loss(rng: random.Random) -> Lines:
+    for step in range(5000, 5400):
+        scale = 2.0 ** max(0, 20 - max(0, step - 5180))
+        yield (
+            f"time: Thu Mar 02 20:18:00 2023 local_rank: 0, epoch: 0, step: {step}, loss is no loss for this stage, "
+            f"overflow is {step >= 5180}, loss scale is {scale}"
+        )
+
+
+@case("loss-nan-before-scale-moved")
+def megatron_loses_its_loss(rng: random.Random) -> Lines:
+    for step in range(1000, 1100):
+        bad = max(0, step - 1059)
+        loss = None if bad else falling_loss(step - 1000, 3, 2, 300, rng)
+        yield megatron(step, loss, 2.0 ** max(0, 16 - bad), math.nan if bad else 1.02, min(bad, 1), min(bad, 1))
+
+
+@case("periodic-nan-same-batch")
+def wenet_batch_41(rng: random.Random) -> Lines:
+    for epoch in range(6):
+        for step in range(90):
+            loss, norm = (
+                (math.nan, math.nan) if step == 41 else (falling_loss(epoch * 90 + step, 120, 12, 100, rng), 3.0)
+            )
+            yield (
+                f"2025-02-20 00:46:13,777 DEBUG TRAIN Batch {epoch}/{step} loss {loss:.6f} lr 0.00055 "
+                f"grad_norm {norm:.6f} rank 0"
+            )
+        yield f"2025-02-20 00:50:13,777 INFO Epoch {epoch} CV info cv_loss {20 - epoch:.4f} rank 0"
+
+
+@case("loss-denominator-overflow-loss-zero")
+def mmengine_zero(rng: random.Random) -> Lines:
+    for step in range(10, 501, 10):
+        yield mmengine(1, step, 0.0 if step > 300 else falling_loss(step, 2, 1, 300, rng), 0.0 if step > 300 else 5.1)
+
+
+@case("grad-norm-proportional-to-loss-scale")
+def fairseq_norm_follows(rng: random.Random) -> Lines:
+    for step in range(100, 10_000, 100):
+        scale = 128.0 * 2 ** sum(step >= s for s in (3000, 6000, 8000))
+        yield fairseq(step, falling_loss(step, 12, 7, 600, rng), scale, scale * 1.3 * (1 + rng.gauss(0, 0.1)), step)
+
+
+@case("divergence-learning-rate")
+def maskrcnn_climbs(rng: random.Random) -> Lines:
+    for step in range(20, 2400, 20):
+        loss = falling_loss(step, 4, 2, 300, rng) * (1.15 ** max(0, (step - 1400) / 20))
+        yield maskrcnn(step, math.nan if step > 2000 else loss)
+
+
+@case("")
+def apex_finds_its_scale(rng: random.Random) -> Lines:
+    for power in range(15, 10, -1):
+        yield f"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {2.0**power}"
+    for step in range(20, 4000, 20):
+        yield maskrcnn(step, falling_loss(step, 3, 1, 900, rng))
+        if step in (2000, 3200):
+            yield "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 2048.0"
+
+
+@case("")
+def megatron_skips_one_in_a_thousand(rng: random.Random) -> Lines:
+    for step in range(100, 20_001, 100):
+        skip = step % 1000 == 0
+        yield megatron(step, falling_loss(step, 10.8, 2.5, 4000, rng), 131072.0, 0.8 + rng.random() * 0.2, int(skip))
+        if skip:
+            yield f" validation loss at iteration {step} | lm loss value: 2.812345E+00 | lm loss PPL: 1.6650E+01 |"
+            yield f"saving checkpoint at iteration    {step} to /ckpt in torch format"
+
+
+@case("")
+def mmengine_spikes_heal(rng: random.Random) -> Lines:
+    for epoch in (1, 2):
+        for step in range(10, 501, 10):
+            spike = (epoch, step) in ((1, 250), (2, 130))
+            loss = falling_loss(epoch * 500 + step, 2, 0.8, 500, rng, 0.02) * (5 if spike else 1)
+            yield mmengine(epoch, step, loss, 80.0 if spike else 5 + rng.random())
+
+
+@case("")
+def trainer_fine_tunes_at_a_millionth(rng: random.Random) -> Lines:
+    for place in range(120):
+        loss, norm, rate = 0.35 + rng.gauss(0, 0.04), 0.4 + rng.random() * 0.4, 1e-6 * (1 - place / 120)
+        yield f"{{'loss': {loss:.4f}, 'grad_norm': {norm}, 'learning_rate': {rate}, 'epoch': {place * 0.025:.2f}}}"
+        if place % 40 == 39:
+            yield f"{{'eval_loss': 0.36, 'eval_accuracy': 0.91, 'eval_runtime': 3.1, 'epoch': {place * 0.025:.2f}}}"
+    yield "{'train_runtime': 812.3, 'train_samples_per_second': 12.1, 'train_loss': 0.351, 'epoch': 3.0}"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_cause_comes_first(name: str) -> None:
     slug, write = CASES[name]

@@ -46,6 +46,7 @@ class Assembler:
         self._skipped_total: int | None = None
         self._skipped_source = False
         self._optimizer: tuple[int, int] | None = None
+        self._pace = 0.0  # updates a step, at most
         self._plain_scale: bytes | None = None
         self._skipped: tuple[LogFormat, Shape, bytes, int, int] | None = None
         self._ordinals: dict[int, int] = {}
@@ -191,10 +192,15 @@ class Assembler:
             self._optimizer_step(step.step, fields["optimizer_step"], step)
 
     def _optimizer_step(self, number: int, optimizer_step: int, step: Step) -> None:
-        """The optimizer's own counter: where it stands still, the update was skipped."""
+        """The optimizer's own counter: where it stands still, the update was skipped.
+
+        Where only some of the updates since the last line were made, this step's own may be of either kind.
+        """
         step.extra = {"optimizer_step": optimizer_step}
         if self._optimizer is not None and number > self._optimizer[0]:
-            step.update_skipped = optimizer_step == self._optimizer[1]
+            made = (optimizer_step - self._optimizer[1]) / (number - self._optimizer[0])
+            self._pace = max(self._pace, made)  # below 1 where gradients accumulate
+            step.update_skipped = True if made == 0 else False if made >= self._pace else None
         self._optimizer = (number, optimizer_step)
 
     def marker_line(self, marker: Marker, fields: Fields, line: int, text: bytes) -> None:

@@ -270,6 +270,15 @@ MARKERS: tuple[Marker, ...] = (
     ),
     Marker(
         "resume",
+        b"states from",
+        rx(rb"Restor(?:ing|ed)(?: all)? states from the checkpoint"),
+        (
+            "Restoring states from the checkpoint path at lightning_logs/version_3/checkpoints/epoch=11-step=1200.ckpt",
+            "Restored all states from the checkpoint at lightning_logs/version_3/checkpoints/epoch=11-step=1200.ckpt",
+        ),
+    ),
+    Marker(
+        "resume",
         b"oaded checkpoint",
         rx(rb"(?i)loaded checkpoint .{0,200}(?:\(epoch|iteration|@ \d+ updates|\bstep\b)"),
         (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ampdebug._formats import round_through
 from ampdebug.rules._finding import Finding
-from ampdebug.rules._operator_finding import counted, finding, told
+from ampdebug.rules._operator_finding import counted, finding, keep_wide, told
 from ampdebug.rules._operator_flow import Flow, lost_constant
 from ampdebug.rules._operator_records import Operator, Variable
 
@@ -39,7 +39,7 @@ def backward_nan(flow: Flow) -> Iterator[Finding]:
             severity="error",
             reason="the gradient before this operator is finite and the one after it is not; in float32 both are",
             evidence=[*told(made), *rows],
-            action="Take a constant that the format holds (1e-4 to 1e-6), or compute this line in float32.",
+            action=f"Take a constant that the format holds (1e-4 to 1e-6), or {keep_wide(made)}.",
             where=where,
             explains=("backward-nan-from-noop-clamp",),
         )

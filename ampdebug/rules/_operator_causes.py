@@ -173,7 +173,7 @@ def _norm_square(flow: Flow, birth: Birth) -> Cause | None:
         "rmsnorm-square-overflow-output-zero",
         f"{origin.place} overflows {origin.dtype} inside a normalisation: values up to {largest:.4g} are squared, and "
         f"the square of anything above 256 is infinite there.{silent + '.' if silent else ''}",
-        f"Cast to float32 inside the norm (x.astype(ms.float32) before squaring), or {keep_wide(origin)}.",
+        f"Square in float32: {keep_wide(origin)}.",
         origin,
     )
 
@@ -227,7 +227,7 @@ def _reduction(flow: Flow, birth: Birth) -> Cause | None:
                 f"The divisor of {later.place} is inf: {origin.place} adds {terms} numbers to {total}, which "
                 f"{origin.dtype} does not hold, and a finite number divided by inf is 0. The result is exactly 0, and "
                 "so are all gradients.",
-                f"Count in float32 or int32 (mask.astype(ms.float32).sum()), or {keep_wide(origin)}.",
+                f"Count in int32 (mask.astype(ms.int32).sum()), or {keep_wide(origin)}.",
                 origin,
             )
     return Cause(

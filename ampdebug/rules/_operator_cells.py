@@ -137,13 +137,17 @@ def pin_lost(flow: Flow) -> Iterator[Finding]:
     if not lost:
         return
     listed = ", ".join(f"{c.cell_type} {c.path!r}" for c in lost[:4])
+    read = all(c.pin_in_source for c in lost)
     yield finding(
         flow,
         "to-float-pin-lost-by-later-amp-call",
         f"{listed} was set to float32 with to_float, and a later call (level {flow.step.level}) set it to "
         f"{lost[0].asked} again: O2 and O3 set every cell anew.",
         severity="warning",
-        reason="both calls are on the cell's record",
+        confidence="medium" if read else "high",
+        reason="to_float(float32) stands in the source before the level is applied"
+        if read
+        else "its to_float(float32) is on the cell's record, and so is the later call",
         evidence=[f"{c.cell_type} {c.path}: to_float(float32) first, now {c.asked}" for c in lost],
         action=f"Call net.{lost[0].path}.to_float(ms.float32) after auto_mixed_precision, or use O1 or auto, which "
         "keep it.",

@@ -77,7 +77,13 @@ def cell_of(operator: Operator) -> str:
 
 
 def keep_wide(operator: Operator) -> str:
-    """How to keep an operator's cell in float32."""
-    if operator.path and operator.path != "(loss)":
+    """How to keep an operator in float32."""
+    if operator.path == "(loss)":
+        return "cast what goes into the loss function to float32 (output.astype(ms.float32))"
+    if operator.path:
         return f"keep this cell in float32 (net.{operator.path}.to_float(ms.float32) after the level is applied)"
-    return "compute this line in float32 (cast its operands with .astype(ms.float32))"
+    # A cast is no way out: in a cell that O2 or O3 converted each operator casts its operands back in PyNative mode.
+    return (
+        "compute this line in float32: put it into a cell of its own and call to_float(ms.float32) on that cell after "
+        "the level is applied (a converted cell takes a mere cast back), or let ampdebug bisect ... --patch - write it"
+    )

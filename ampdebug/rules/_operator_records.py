@@ -225,6 +225,7 @@ class CellFacts:
         path: Its path.
         cell_type: Its class.
         pinned_then_lost: It was set to float32 by ``to_float`` and to 16 bits later.
+        pin_in_source: That is not on the cell's own record but read in the source.
         asked: The dtype its flags ask for now.
         error: For normalisations: largest deviation of its output from the same cell on the same inputs in float32, in
             units of the root mean square.
@@ -234,6 +235,7 @@ class CellFacts:
     path: str
     cell_type: str
     pinned_then_lost: bool = False
+    pin_in_source: bool = False
     asked: str | None = None
     error: float | None = None
     input_absmax: float | None = None

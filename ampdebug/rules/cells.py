@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ampdebug.rules._facts import Facts
 from ampdebug.rules._finding import Evidence, Finding
+from ampdebug.rules._history import Record
 from ampdebug.rules._run import RunView, births
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def norm_output_zero(facts: Facts) -> Iterator[Finding]:
                 ),
                 Evidence(f"output of {cell.path}: {out.zeros} zeros of {out.count}", out.first_step),
             ),
-            "Compute the norm in float32: x = x.astype(ms.float32) at its beginning and back at its end, or "
-            f"net.{cell.path}.to_float(ms.float32).",
+            f"Compute the norm in float32: net.{cell.path}.to_float(ms.float32) after the level is applied. (A cast "
+            "inside a cell that O2 or O3 converted is taken back in PyNative mode.)",
             "",
             (),
             (
@@ -199,6 +200,8 @@ def backward_nan(facts: Facts) -> Iterator[Finding]:
     later = [s for s in view.sites("parameter") if (s.first_nonfinite_step or 0) > record.step.step]
     if len(same) < 2 and facts.history.totals.logged > 3 and not later:
         return
+    if _scale_may_do_it(facts, same):
+        return
     yield Finding(
         "backward-nan-from-noop-clamp",
         f"The forward pass is finite, but the gradient at {birth.path!r} is NaN ({birth.nan} of {birth.count} "
@@ -225,6 +228,22 @@ def backward_nan(facts: Facts) -> Iterator[Finding]:
             "loss-nan-cause-unknown",
         ),
     )
+
+
+def _scale_may_do_it(facts: Facts, found: list[Record]) -> bool:
+    """The scale overflows in this run, and in these steps too the backward pass began with more than ever went well.
+
+    A scaled gradient that overflows inside a product is NaN at once, so that NaN alone does not exclude the scale.
+    """
+    known = {id(record) for record in found}
+    if not any(id(record) not in known for record in facts.overflows):
+        return False
+
+    def start(records: list[Record]) -> list[float]:
+        return [abs(r.step.loss) * r.scale for r in records if r.step.loss is not None and r.scale]
+
+    good, bad = start([r for r in facts.clean if r.step.overflow is False]), start(found)
+    return bool(good and bad) and min(bad) > 2 * max(good)
 
 
 def updates_round_away(facts: Facts) -> Iterator[Finding]:

@@ -231,6 +231,7 @@ def nan_updates_not_skipped(facts: Facts) -> Iterator[Finding]:
 def nan_from_first_step_after_resume(facts: Facts) -> Iterator[Finding]:
     """NaN in the first step after a checkpoint was loaded."""
     if nan_story(facts) != "resume" or facts.onset is None:
+        yield from _only_overflow_after_resume(facts)
         return
     first, last = _ends(facts)
     source = facts.resume_before_onset
@@ -256,6 +257,38 @@ def nan_from_first_step_after_resume(facts: Facts) -> Iterator[Finding]:
         "ampdebug.check(net, *inputs) with the checkpoint loaded: it lists the parameters that are not finite",
         (),
         _EXPLAINS,
+    )
+
+
+def _only_overflow_after_resume(facts: Facts) -> Iterator[Finding]:
+    """No loss is printed after a resume, and every step overflows from the first on, down to the smallest scale."""
+    chain = facts.falling
+    if facts.onset is not None or facts.static or len(chain) < 8:
+        return
+    marks = [m for m in facts.marks("resume") if m.line <= chain[0].line]
+    if not marks or any(r.line > marks[-1].line for r in (*facts.clean, *facts.losses)):
+        return
+    scales = [r.scale for r in chain if r.scale is not None]
+    if not scales or (min(scales) > 1.0 and not facts.marks("scale-floor") and not facts.marks("zero-division")):
+        return
+    first, last = chain[0].step.step, chain[-1].step.step
+    yield Finding(
+        "nan-from-first-step-after-resume",
+        f"From the first step after the checkpoint was loaded every step overflows, down to the scale {min(scales):g}, "
+        "in a training that had worked before: the checkpoint most likely holds non-finite values in weights, "
+        "optimizer state or normalisation statistics.",
+        "error",
+        "medium",
+        f"{len(chain)} overflows and not one good step since the checkpoint was loaded; the loss is not printed",
+        first,
+        last,
+        "",
+        (show_mark(marks[-1]), *rows([*chain[:2], chain[-1]]), *(show_mark(m) for m in facts.marks("scale-floor")[:1])),
+        "Check every tensor of the checkpoint for NaN and inf (np.isfinite over ms.load_checkpoint(path)), and go "
+        "back to the last clean one. If it is clean, the forward pass overflows: find the first non-finite layer.",
+        "ampdebug.check(net, *inputs) with the checkpoint loaded: it lists the parameters that are not finite",
+        (),
+        (*_EXPLAINS, "scaler-state-not-restored"),
     )
 
 

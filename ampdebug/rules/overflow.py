@@ -53,6 +53,11 @@ def every_update_dropped(facts: Facts) -> Iterator[Finding]:
                 return
             reason = "every judged step overflowed, at one and the same loss scale"
             records = [judged[0], judged[1], judged[-1]]
+        elif (
+            facts.static and len(facts.overflows) >= 10 and not facts.clean and any(r.between for r in facts.overflows)
+        ):
+            reason = "there is an overflow message for every step, at one and the same loss scale"
+            records = [facts.overflows[0], logged[0] if logged else facts.overflows[1], facts.overflows[-1]]
         elif run := _static_tail(facts):
             reason = f"the last {len(run)} logged steps all overflowed, at one and the same loss scale"
             records = [run[0], run[1], run[-1]]
@@ -312,6 +317,11 @@ def static_overflow_frequent(facts: Facts) -> Iterator[Finding]:
     if len(dropped) < 8 or not facts.clean or any(r.bad_loss for r in dropped[:3]):
         return
     share = len(dropped) / max(len(judged), 1)
+    if facts.exact_overflow_steps():
+        # Counted over all steps and not only seen on the logged ones, so their share is that of all steps. The scale
+        # may well have moved in between: one that grows and overflows at once is printed as if it stood still.
+        totals = facts.history.totals
+        share = facts.overflow_count / max((totals.last_step or 0) - (totals.first_step or 0) + 1, 1)
     if share < 0.05:
         return
     scale = facts.scales[-1] if facts.scales else None

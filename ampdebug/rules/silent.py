@@ -91,6 +91,8 @@ def gradients_all_zero(facts: Facts) -> Iterator[Finding]:
             "Compute the divisor of the loss in float32 (mask.astype(ms.float32).sum()): a float16 sum is inf above "
             "65504.",
             _CONFIRM,
+            (),
+            ("loss-denominator-overflow-loss-zero",),  # the loss alone says the same
         )
         return
     scale = facts.scales[-1] if facts.scales else 1.0

@@ -15,6 +15,7 @@ import pytest
 
 from ampdebug import open_run
 from ampdebug._cli import main
+from ampdebug.hooks._state import made_by
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode: test modules can't import each other by themselves
 
@@ -74,6 +75,7 @@ def test_the_whole_path(capsys: pytest.CaptureFixture[str]) -> None:
         ([f"{FILE}:overflowing", "--probe", "loss"], "probe='loss': must be one of"),
         ([f"{FILE}:pair", "--probe", "grad"], "is a pair"),
         ([f"{FILE}:overflowing", "--checkpoint", "no.ckpt"], "is not a file"),
+        ([f"{FILE}:overflowing", "--patch", "no/fix.diff"], "--patch no/fix.diff: there is no directory 'no'"),
         (["raises.py:make"], "raises.py:make() raised KeyError: 'width'"),
     ],
 )
@@ -120,3 +122,37 @@ def test_in_a_process_of_its_own_with_the_patch(capsys: pytest.CaptureFixture[st
     assert code == 0, err
     assert "patch in fix.diff: verified" in out
     assert "+" in Path("fix.diff").read_text()
+
+
+GRAPH_MODE_AT_ITS_TOP = f"""
+import sys
+
+import mindspore as ms
+
+sys.path.insert(0, {str(Path(FILE).parent)!r})
+from bisect_tasks import overflowing
+
+ms.set_context(mode=ms.GRAPH_MODE)
+"""
+
+
+@pytest.mark.slow
+def test_a_module_that_sets_graph_mode_is_searched_in_pynative_mode_in_workers_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A worker imports the module with the first network that it makes."""
+    Path("graph_mode_task.py").write_text(GRAPH_MODE_AT_ITS_TOP)
+    code, out, err = run(
+        capsys, "graph_mode_task.py:overflowing", "--level", "O3", "--probe", "finite", "--json", "--workers", "1"
+    )
+    assert code == 0, err
+    assert {culprit["unit"]["operator"] for culprit in json.loads(out)["culprits"]} == CULPRITS
+
+
+def test_a_function_that_sets_a_mode_makes_networks_in_the_mode_that_was_set() -> None:
+    def make() -> str:
+        ms.set_context(mode=ms.GRAPH_MODE)
+        return "net"
+
+    assert made_by(make, 0) == "net"
+    assert ms.get_context("mode") == ms.PYNATIVE_MODE

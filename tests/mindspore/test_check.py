@@ -212,6 +212,24 @@ def test_the_command(capsys: Any) -> None:
     assert "has no function 'nothing'" in err
 
 
+def test_the_command_takes_a_workload(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(
+        "import ampdebug, numpy as np\n"
+        "from mindspore import Tensor, nn\n"
+        "batch = (Tensor(np.ones((4, 8), np.float32)), Tensor(np.zeros(4, np.int32)))\n"
+        "task = ampdebug.Workload(network=lambda: nn.Dense(8, 3), data=[batch], loss=nn.CrossEntropyLoss(),\n"
+        "    optimizer=lambda parameters: nn.SGD(parameters, 0.1))\n"
+        "def make():\n    return task\n"
+        "three = 3\n"
+    )
+    for name in ("task", "make"):
+        code, out, _ = run_command(capsys, f"task.py:{name}", "--level", "O2")
+        assert code == 0, out
+    code, _, err = run_command(capsys, "task.py:three")
+    assert code == 2
+    assert "must be a function or an ampdebug.Workload" in err
+
+
 def test_the_command_says_what_is_wrong_with_its_target(capsys: Any, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "raising.py").write_text("def make():\n    raise KeyError('shape')\n")

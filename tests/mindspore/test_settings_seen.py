@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -61,6 +62,14 @@ class Free(Net):
     pass
 
 
+class Alone(Net):
+    pass
+
+
+def elsewhere(net, level="O2"):
+    return convert(net, level)
+
+
 def pinned_before(level="O2"):
     net = Net()
     net.norm.to_float(F32)
@@ -94,6 +103,10 @@ def sometimes():
     return amp.auto_mixed_precision(net, "O3")
 
 
+def alone():
+    return elsewhere(Alone())
+
+
 def never():
     return amp.auto_mixed_precision(Free(), "O3")
 """
@@ -118,6 +131,7 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
         ("pinned_after", {}),
         ("pinned_inside", {"norm": "source"}),
         ("pinned_by_kind", {"ln": "source"}),
+        ("alone", {}),  # other functions pin other networks
         ("never", {}),  # another function that makes this network pins it, so the source settles nothing
     ],
 )
@@ -173,3 +187,22 @@ def test_the_precision_stack_after_a_failure_in_a_cell() -> None:
         _pynative_executor.set_mixed_precision_type(MixedPrecisionType.FP16, True)
         assert ops.matmul(x, x).dtype == ms.float16
         _pynative_executor.set_mixed_precision_type(MixedPrecisionType.NOTSET, False)
+
+
+def test_a_label_out_of_range_that_ends_a_watched_loop_is_told(tmp_path: Path) -> None:
+    net = nn.Dense(4, 3)
+    x, y = Tensor(np.ones((2, 4), np.float32)), Tensor(np.array([0, 3], np.int32))
+    gradient = ms.value_and_grad(lambda a, b: ops.cross_entropy(net(a), b), None, net.trainable_params())
+    message = "For 'NLLLoss', the label value must be in [0, 3), but got: 3"
+
+    def loop() -> None:
+        with ampdebug.watch(net, out=tmp_path / "run") as run:
+            loss, _ = gradient(x, ops.minimum(y, 2))
+            run.step(loss=loss)
+            raise RuntimeError(message)  # which operator raises, and whether at all, depends on the device
+
+    with pytest.raises(RuntimeError):
+        loop()
+    found = ampdebug.diagnose(tmp_path / "run")
+    assert [finding.slug for finding in found.findings] == ["label-ge-num-classes"]
+    assert message in found.findings[0].evidence[0].text

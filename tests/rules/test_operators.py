@@ -395,6 +395,13 @@ def test_a_pin_that_was_lost() -> None:
     assert slugs(dataclasses.replace(step, cells=(CellFacts("head", "Dense", asked="float16"),))) == []
 
 
+@pytest.mark.parametrize(("in_source", "confidence"), [(False, "high"), (True, "medium")])
+def test_a_lost_pin_that_was_only_read_in_the_source_is_less_sure(in_source: bool, confidence: str) -> None:
+    cell = CellFacts("head", "Dense", pinned_then_lost=True, pin_in_source=in_source, asked="float16")
+    (found,) = judge_step(dataclasses.replace(passed_on([1, 2], swallow=False), cells=(cell,)))
+    assert found.confidence == confidence
+
+
 @pytest.mark.parametrize(("level", "dtype", "expected"), [("O1", F32, True), ("O1", F16, False), ("O0", F32, False)])
 def test_a_level_that_converted_nothing(level: str, dtype: Any, expected: bool) -> None:
     tape = Tape(level)

@@ -478,6 +478,22 @@ def test_nan_in_the_backward_pass_only(tmp_path: Path) -> None:
     assert slugs(run.diagnose())[0] == "backward-nan-from-noop-clamp"
 
 
+@pytest.mark.parametrize(("loss", "said"), [(5000.0, False), (100.0, True)])
+def test_nan_in_the_backward_pass_while_the_scale_is_searched(tmp_path: Path, loss: float, said: bool) -> None:
+    """A scaled gradient that overflows inside a product is NaN without an infinity that anyone sees."""
+    gradient = np.full(8, np.nan, np.float32)
+    run = Recording(tmp_path, net(("a", "Dense")))
+    for scale in (1024.0, 512.0):
+        run.step(("gradient", "a.weight", "", gradient), loss=300.0, overflow=True, loss_scale=scale)
+    run.step(("gradient", "a.weight", "", small(8)), loss=300.0, overflow=False, loss_scale=256.0)
+    for scale in (256.0, 128.0, 64.0):
+        born = birth("a.weight", "", gradient, "gradient", phase="backward", inputs_finite=None)
+        run.step(
+            ("gradient", "a.weight", "", gradient), loss=loss, overflow=True, loss_scale=scale, backward_birth=born
+        )
+    assert ("backward-nan-from-noop-clamp" in slugs(run.diagnose())) is said
+
+
 def test_inf_in_the_backward_pass_is_the_scalers_business(tmp_path: Path) -> None:
     gradient = np.full(8, np.inf, np.float32)
     run = Recording(tmp_path, net(("a", "Dense")))
