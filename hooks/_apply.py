@@ -32,10 +32,10 @@ _FROM = "ampdebug_from"
 
 
 class _OutputTo16(nn.Cell):
-    """Casts what a float32 cell gives back to the format that the level uses around it.
+    """Casts what a cell gives: of a float32 one back to the format of the level, or of another one to float32.
 
     Named as MindSpore's own, which O2 puts around BatchNorm and LayerNorm, so that all code that looks through that one
-    looks through this one; unlike it, it takes cells with several outputs.
+    looks through this one; unlike it, it takes cells with several outputs, and shows the attributes of its cell.
     """
 
     def __init__(self, backbone: nn.Cell, dtype: Any) -> None:
@@ -43,6 +43,14 @@ class _OutputTo16(nn.Cell):
         self._backbone = backbone
         self.dtype = dtype
         self._get_attr_from_cell(backbone)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_backbone":  # while it is being made
+                raise
+            return getattr(self._backbone, name)
 
     def construct(self, *args, **kwargs):  # type: ignore[no-untyped-def] # compiled by MindSpore
         return F.mixed_precision_cast(self.dtype, self._backbone(*args, **kwargs))
@@ -94,6 +102,8 @@ def keep_cells(
     for path in paths:
         if path and not any(_left_by(path, *edge) for edge in edges):
             _round_output(converted, at, path, low)
+    for path in paths:
+        _widen_children(at[path].inner, {id(at[other].inner) for other in paths})
     return converted
 
 
@@ -139,6 +149,19 @@ def _round_output(network: nn.Cell, at: Mapping[str, Place], path: str, low: Any
                 holder._cells[name] = rounded
                 if isinstance(holder, nn.SequentialCell):
                     holder.cell_list = list(holder._cells.values())  # what it runs, as O2 does it
+
+
+def _widen_children(cell: Any, pinned: Collection[int]) -> None:
+    """Hands a pinned cell float32 from its children: a graph casts at a cell's border and nowhere else in it."""
+    for name, child in cell._cells.items():
+        if isinstance(child, (nn.CellList, nn.CellDict)):  # they are not called, what they hold is
+            _widen_children(child, pinned)
+        elif child is not None and id(child) not in pinned and not _gives_float32(child):
+            cell._cells[name] = _OutputTo16(child, mstype.float32)
+
+
+def _gives_float32(cell: Any) -> bool:
+    return type(cell) is _OutputTo16 and bool(cell.dtype == mstype.float32)
 
 
 # --- edges ------------------------------------------------------------------------------------------------------------

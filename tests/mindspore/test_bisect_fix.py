@@ -166,6 +166,24 @@ def test_a_network_that_overflows_is_fixed_both_ways(level: str, mode: Any) -> N
         assert outcome.detail == f"True in {mode} mode, {level} alone False; good: finite"
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("mode", ["pynative", "graph"])
+def test_a_pinned_parent_computes_on_what_its_children_give_in_float32(level: str, mode: Any) -> None:
+    backend = MindSporeBackend(fix_nets.pooled, fix_nets.finite, level=level)
+    backend.record()
+    sites = tuple(site for unit in backend.units if unit.path == "" for site in unit.sites)
+    spec = BackendSpec(fix_nets.pooled, fix_nets.finite, level, "float16", "op", None, 0)
+    task = fix_task(backend, spec, Criterion(0.5, "higher", "finite"), sites)
+    outcome = task.measured(mode, _Pinned())
+    assert outcome.detail == f"True in {mode} mode, {level} alone False; good: finite"
+    net = task.apply(fix_nets.pooled())
+    names = {parameter.name for parameter in fix_nets.pooled().get_parameters()}
+    assert {parameter.name.removeprefix("_backbone.") for parameter in net.get_parameters()} == names
+    assert task.apply(net) is net  # a second time changes nothing more
+    wrapped = [cell for _, cell in net.cells_and_names() if type(cell).__name__ == "_OutputTo16"]
+    assert len(wrapped) == 3
+
+
 def test_a_network_that_was_converted_before_is_pinned_too() -> None:
     task = overflow_task("O2")
     net = amp.auto_mixed_precision(fix_nets.overflowing(), "O2")
@@ -198,7 +216,8 @@ def test_values_between_cells_stay_unrounded_where_the_search_kept_them() -> Non
     # fc is read by the root's own product unrounded, and BatchNorm is not: fc's product is not protected.
     inner = net._backbone
     assert type(inner._cells["fc"]).__name__ == "Dense"
-    assert inner._cells["bn"].dtype == ms.float16
+    assert inner._cells["bn"].dtype == ms.float32, "the root reads it as float32 ..."
+    assert inner._cells["bn"]._backbone.dtype == ms.float16, "... after it was rounded"
     task = task_of(backend, Cells, chosen(backend, {"head.0: BiasAdd", "layers.0: BiasAdd"}), "O2")
     inner = task.apply(Cells())._backbone
     assert [type(cell).__name__ for cell in inner.head.cell_list] == ["_OutputTo16", "Dense", "Tanh"]
