@@ -209,6 +209,8 @@ class FlightRecorder:
             f"Step {step.step} went wrong and was kept in {path.name} ({size / 2**20:.2f} MiB); to run it again: "
             f"ampdebug replay {self._directory} module:factory --step {step.step}"
         )
+        if replaced is not None:  # only gradients had overflowed there
+            message += f" (in place of {replaced.path.name}, where the forward pass was right)"
         self._put_event(Event(step.step, "bad-step-kept", message, {"file": path.name, "bytes": size}))
         if len(self._kept) >= self._keep.bad_steps and all(other.grave for other in self._kept):
             self.detach()
