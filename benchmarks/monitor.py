@@ -8,7 +8,7 @@ step / the bare step of the same round), once for wall time and once for process
 less. Each network and mode runs in a process of its own. Variants:
 
 * ``full``      all statistics, every step
-* ``every 10``  statistics in one step of ten: (recorded + 9 x unrecorded) / 10
+* ``every 10``  statistics in one step of ten; the median over windows of ten steps, each the sum of its steps
 * ``detached``  watched for two steps, then detached
 * ``capture``   all statistics, every step, by buffers instead of callbacks (graph mode; not run by default)
 * ``naive``     the usual hook: ``asnumpy()`` and eight numpy reductions a tensor, outputs and gradients only
@@ -69,12 +69,11 @@ class Variant:
             loss_scale_manager=FixedLossScaleManager(1024.0, drop_overflow_update=False),
         )
         self.session: Any = None
-        self.recorded: list[tuple[float, float]] = []
-        self.plain: list[tuple[float, float]] = []
+        self.times: list[tuple[float, float]] = []
         if name in ("full", "every 10", "detached", "capture"):
             from ampdebug.hooks._session import Session
 
-            every = 2 if name == "every 10" else 1  # both kinds of step are timed; the mix of ten is computed
+            every = 10 if name == "every 10" else 1
             graph = "capture" if name == "capture" else "callback"
             self.session = Session(self.cell, os.path.join(folder, name.replace(" ", "")), every=every, graph=graph)
             self.session.attach()
@@ -170,13 +169,12 @@ def measure(net: str, mode: str, level: str, rounds: int, seconds: float, varian
         bare: list[tuple[float, float]] = []
         until = time.monotonic() + seconds
         done = 0
-        while done < rounds and (time.monotonic() < until or done < 6):
+        while done < rounds and (time.monotonic() < until or done < 10):
             times = {}
             # Another order each round: who runs after whom must not matter.
             for loop in [*loops[done % len(loops) :], *loops[: done % len(loops)]]:
                 times[loop.name] = loop.step()
-                recorded = loop.session is not None and loop.session.last.sampled
-                (loop.recorded if recorded else loop.plain).append(times[loop.name])
+                loop.times.append(times[loop.name])
             bare.append(times["bare"])
             done += 1
         result: dict[str, Any] = {
@@ -197,13 +195,11 @@ def measure(net: str, mode: str, level: str, rounds: int, seconds: float, varian
 
 
 def _ratio(loop: Variant, bare: list[tuple[float, float]], clock: int) -> float:
-    if loop.name != "every 10":
-        times = loop.recorded or loop.plain
-        return statistics.median(mine[clock] / base[clock] for mine, base in zip(times, bare, strict=True))
-    middle = statistics.median(base[clock] for base in bare)
-    recorded = statistics.median(mine[clock] for mine in loop.recorded)
-    plain = statistics.median(mine[clock] for mine in loop.plain)
-    return (recorded + 9 * plain) / 10 / middle
+    mine, base = ([step[clock] for step in times] for times in (loop.times, bare))
+    # Any ten steps in a row hold one with statistics.
+    width = 10 if loop.name == "every 10" else 1
+    starts = range(0, len(base) - width + 1, width)
+    return statistics.median(sum(mine[at : at + width]) / sum(base[at : at + width]) for at in starts)
 
 
 def main() -> None:
