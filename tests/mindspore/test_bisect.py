@@ -78,6 +78,25 @@ class Attention(nn.Cell):
         return self.fc(x.reshape(x.shape[0], -1))
 
 
+class OffsetBranch(OffsetPooling):
+    """The same without its last layer."""
+
+    def construct(self, x: Tensor) -> Tensor:
+        x = ops.reshape(self.bn(self.conv(x)), (x.shape[0], 64, 4))
+        return self.norm(self.pool(x, 2))
+
+
+class TwoBranches(nn.Cell):
+    """Two ways to the same answer, each of which float16 breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = OffsetBranch(), OffsetBranch()
+
+    def construct(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
 @functools.cache
 def digits() -> tuple[Any, Any]:
     images, labels = datasets.load_digits(return_X_y=True)
@@ -187,6 +206,27 @@ def test_nothing_wrong() -> None:
     assert bisect(trained(Attention), accuracy, level="auto", tolerance=1.0).status in ("nothing-to-find", "found")
     result = bisect(trained(Attention), lambda net: bool(net(Tensor(digits()[0][:8])).shape == (8, 10)), level="O3")
     assert result.status == "nothing-to-find"
+
+
+def test_either_of_two_is_enough_and_one_of_them_is_named() -> None:
+    """Good is that one of the branches is right, so that the smallest set is one pooling, whichever."""
+    ms.set_seed(0)
+    net = TwoBranches()
+    net.set_train(False)
+    x = Tensor(digits()[0][:64])
+    exact = [out.asnumpy().astype(np.float64) for out in net(x)]
+
+    def errors(net: nn.Cell) -> list[float]:
+        given = [out.asnumpy().astype(np.float64) for out in net(x)]
+        return [float(np.linalg.norm(g - e) / np.linalg.norm(e)) for g, e in zip(given, exact, strict=True)]
+
+    result = bisect(net, lambda net: min(errors(net)), level="O2", threshold=0.1, better="lower")
+    assert result.low > 0.3
+    assert (result.status, len(result.culprits)) == ("found", 1)
+    assert names(result) <= {("left", "Reshape → ReduceMean"), ("right", "Reshape → ReduceMean")}
+    assert result.culprits[0].needed == "verified"
+    both = bisect(net, lambda net: max(errors(net)), level="O2", threshold=0.1, better="lower")
+    assert names(both) == {("left", "Reshape → ReduceMean"), ("right", "Reshape → ReduceMean")}
 
 
 def test_precision_is_innocent_of_wrong_labels() -> None:
