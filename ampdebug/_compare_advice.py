@@ -174,6 +174,17 @@ def advise(measured: Measured, mode: Mode, noise: Noise) -> Advice:
     if not base.usable:
         why = base.reason or "its loss is not finite"
         return Advice(mode, None, None, (f"O0 itself does not train in this mode ({why}): nothing can be compared",))
+    left_out, steps = late_skips(base), len(base.losses)
+    if left_out > steps // 20:
+        return Advice(
+            mode,
+            None,
+            None,
+            (
+                f"O0 itself leaves out {left_out} of {steps} updates, since its gradients are not finite: precision is "
+                "not the cause. `ampdebug check` names the operator",
+            ),
+        )
     runs = [run for run in measured.runs if run.mode == mode]
     fitting = [run for run in runs if judge_run(run, measured, noise).fits]
     kind = net_kind(_kinds(measured, mode))

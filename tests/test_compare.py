@@ -296,6 +296,18 @@ def test_a_level_that_ran_and_does_not_fit_is_one_for_bisect() -> None:
     )
 
 
+def test_a_baseline_whose_own_gradients_fail_is_no_case_for_bisect() -> None:
+    skipped = tuple(range(STEPS))
+    advice = judged(run("O2", skipped=skipped), base=baseline(skipped=skipped)).advice[0]
+    assert advice.level is None
+    assert advice.reasons == (
+        f"O0 itself leaves out {STEPS} of {STEPS} updates, since its gradients are not finite: precision is not the "
+        "cause. `ampdebug check` names the operator",
+    )
+    healthy = judged(run("O2", skipped=skipped), base=baseline(skipped=(0, 1))).advice[0]
+    assert any("ampdebug bisect --level O2" in reason for reason in healthy.reasons)
+
+
 def test_a_baseline_that_does_not_train_recommends_nothing() -> None:
     broken = TrainingRun("O0", "pynative", status="failed", reason="training step 3 raised RuntimeError: no kernel")
     report = judged(run("O2"), base=BaselineRuns(broken, broken))
