@@ -383,7 +383,8 @@ def line(row: Row) -> str:
     least = min(hand.without, key=lambda value: np.inf if np.isnan(value) else value)
     missing, more = case.expected - row.found, row.found - case.expected
     verdict = "exact" if row.exact else f"**missed** {dict(missing)}, more {dict(more)}, {row.result.status}"
-    cost = f"{row.cost:.1f} ≤ {row.result.probes + 6}" if case.steps > 1 else ""
+    allowed = row.result.probes + 6
+    cost = f"{row.cost:.1f} {'≤' if row.cost <= allowed else '>'} {allowed}" if case.steps > 1 else ""
     return (
         f"| {case.number} | {case.net} | {case.level} | {planted} | {row.result.units} | {shown(hand.enough)}, "
         f"{shown(least)} | {verdict} | {row.result.probes} | {row.allowed} | {cost} |"
