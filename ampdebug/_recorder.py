@@ -6,9 +6,11 @@ one step; :meth:`StepRecorder.begin` starts the next.
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,19 @@ from ampdebug._records import DTYPE_CODES, DTYPES, Birth, Kind, Site
 from ampdebug._stats import StatsTable, UpdateStats, is_finite
 
 _NOTHING = np.zeros(0, np.float32)
+
+_M = TypeVar("_M", bound=Callable[..., Any])
+
+
+def _one_at_a_time(method: _M) -> _M:
+    """A graph calls back from several threads, and the statistics let go of the GIL: a step's rows must not mix."""
+
+    @functools.wraps(method)
+    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked  # type: ignore[return-value] # the same signature
 
 
 class Seen(NamedTuple):
@@ -124,6 +139,7 @@ class StepRecorder:
         parents: dict[str, str] | None = None,
         has_children: Iterable[str] = (),
     ) -> None:
+        self._lock = threading.RLock()
         self._register = register
         self._parents = dict(parents or {})
         self._has_children = frozenset(has_children)
@@ -140,6 +156,7 @@ class StepRecorder:
         self._judged: _Judgement | None = None
         self.gradients_seen: set[str] = set()
 
+    @_one_at_a_time
     def begin(self) -> None:
         """Forgets the last step."""
         self._background.settle()
@@ -153,6 +170,7 @@ class StepRecorder:
         self._judged = None
         self.gradients_seen.clear()
 
+    @_one_at_a_time
     def settle(self) -> None:
         """Waits until the arrays handed over so far are measured: from now on they may change."""
         self._background.settle()
@@ -161,6 +179,7 @@ class StepRecorder:
         return len(self._sites)
 
     @property
+    @_one_at_a_time
     def table(self) -> StatsTable:
         """The statistics of every row, in execution order. Waits until they are measured."""
         self._background.settle()
@@ -200,6 +219,7 @@ class StepRecorder:
         """How many calls of a cell have ended in this step."""
         return self._calls.get(path, 0)
 
+    @_one_at_a_time
     def cell_call(
         self,
         path: str,
@@ -225,6 +245,7 @@ class StepRecorder:
         self._ended.append(_Ended(path, cell_type, call, first, first + len(inputs), len(self._sites)))
         self._judged = None
 
+    @_one_at_a_time
     def output_gradient(self, path: str, cell_type: str, call: int, slot: str, seen: Seen) -> None:
         """Takes the gradient with respect to a cell's output, as it arrives in the backward pass.
 
@@ -238,6 +259,7 @@ class StepRecorder:
         self._backward.append(_Arrived("output_gradient", path, path, cell_type, call, slot, row))
         self._judged = None
 
+    @_one_at_a_time
     def gradient(self, name: str, owner: str, seen: Seen, *, reduced: bool = False) -> None:
         """Takes the gradient of a parameter.
 
@@ -254,10 +276,12 @@ class StepRecorder:
             self.gradients_seen.add(name)
         self._judged = None
 
+    @_one_at_a_time
     def parameter(self, name: str, seen: Seen) -> None:
         """Takes the values of a parameter or buffer as they are before the update."""
         self._add("parameter", name, "", 0, "", seen)
 
+    @_one_at_a_time
     def update(self, name: str, stats: UpdateStats, dtype: str, shape: tuple[int, ...]) -> None:
         """Takes what the step did to a parameter.
 
@@ -274,6 +298,7 @@ class StepRecorder:
         finite = stats.count - stats.nonfinite
         target["rms"][row] = stats.update_norm / np.sqrt(finite) if finite else np.nan
 
+    @_one_at_a_time
     def births(self, loss: float | None) -> tuple[Birth | None, Birth | None]:
         """Where the first non-finite value of the forward and of the backward pass was born.
 
@@ -310,6 +335,7 @@ class StepRecorder:
         self._dtypes.append(DTYPE_CODES.get(seen.dtype, 0))
         return row
 
+    @_one_at_a_time
     def _judge(self) -> _Judgement:
         """Goes through the step's rows, once they are measured."""
         if self._judged is None:

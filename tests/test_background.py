@@ -149,3 +149,39 @@ def test_a_birth_is_found_among_rows_measured_meanwhile() -> None:
     assert backward.path == "w"
     assert recorder.nonfinite_gradients
     assert recorder.gradient_norm == float("inf")
+
+
+def test_callbacks_from_several_threads_do_not_mix_their_rows() -> None:
+    numbers = iter(range(10_000))
+    recorder = StepRecorder(lambda site, shape: next(numbers))
+    recorder.begin()
+    failed: list[BaseException] = []
+
+    def calls(first: int) -> None:
+        try:
+            for number in range(first, first + 40):
+                array = np.full(WORTHWHILE + number, float(number + 1), np.float32)
+                small = array[:100].copy()
+                recorder.cell_call(
+                    f"cell{number}",
+                    "Dense",
+                    [("", Seen(small, "float32", small.shape))],
+                    [("", Seen(array, "float32", array.shape, True))],
+                )
+        except BaseException as error:  # noqa: BLE001 - a thread of the test: shown below
+            failed.append(error)
+
+    threads = [threading.Thread(target=calls, args=(100 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        recorder.settle()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    rows = recorder.table.rows
+    assert len(rows) == len(recorder) == 2 * 4 * 40
+    for row, site in zip(rows, recorder.sites, strict=True):
+        number = int(site.path.removeprefix("cell"))
+        assert row["min"] == row["max"] == number + 1
+        assert row["count"] == (100 if site.kind == "input" else WORTHWHILE + number)
