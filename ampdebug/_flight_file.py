@@ -12,6 +12,7 @@ import io
 import math
 import os
 import re
+import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -52,6 +53,12 @@ class KeptArray:
 
     values: npt.NDArray[Any]
     dtype: str
+
+    def widened(self) -> npt.NDArray[Any]:
+        """The values in a dtype that numpy has: bfloat16 as float32."""
+        if self.dtype != "bfloat16":
+            return self.values
+        return (self.values.astype(np.uint32) << np.uint32(16)).view(np.float32)  # its bits are the upper half
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +197,13 @@ def _encode(value: Any, arrays: list[npt.NDArray[Any]], where: str, depth: int =
         return {"dict": {key: _encode(item, arrays, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}}
     if value is None or isinstance(value, (bool, int, float, str)):
         # JSON has no NaN: a float is kept as its bits say it.
-        return {"float": value.hex()} if isinstance(value, float) else {"value": value}
+        return {"float": _float_text(value)} if isinstance(value, float) else {"value": value}
     raise ArgumentError(f"{where} is a {type(value).__name__}; tensors, arrays, numbers, strings and None can be kept")
+
+
+def _float_text(value: float) -> str:
+    # There are many NaN, and the text of a float tells only that it is one.
+    return f"nan:{struct.pack('>d', value).hex()}" if math.isnan(value) else value.hex()
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -270,7 +282,7 @@ def _parse(archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo]) -> Kep
             if kind == "value" and (value is None or isinstance(value, (bool, int, str))):
                 return value
             if kind == "float" and isinstance(value, str):
-                return float.fromhex(value)
+                return _float(value)
             if kind in ("tuple", "list") and isinstance(value, list):
                 items = [decode(item, depth + 1) for item in value]
                 return tuple(items) if kind == "tuple" else items
@@ -328,3 +340,13 @@ def _load(archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo], name: s
         raise _Damage(f"array {name!r} has {len(data) - stream.tell()} bytes and needs {count * dtype.itemsize}")
     flat = np.frombuffer(data, dtype, count, stream.tell())
     return flat.reshape(shape, order="F" if fortran else "C")
+
+
+def _float(text: str) -> float:
+    if not text.startswith("nan:"):
+        return float.fromhex(text)
+    data = bytes.fromhex(text.removeprefix("nan:"))
+    if len(data) != 8:
+        raise ValueError(f"{text!r} is no NaN")
+    value: float = struct.unpack(">d", data)[0]
+    return value

@@ -368,3 +368,17 @@ def test_damaged_anywhere_it_is_read_right_or_refused(tmp_path: Path) -> None:
         else:
             same(found.batch, a_step().batch)  # the CRC of each entry saw to it
     assert refused > 300
+
+
+def test_every_nan_keeps_its_bits_and_a_damaged_one_is_said(tmp_path: Path) -> None:
+    odd = np.frombuffer(bytes.fromhex("fff8000000000001"), ">f8")[0].item()
+    path = tmp_path / "ampdebug-rank0-step000012.npz"
+    kept = a_step()
+    write_kept_step(path, KeptStep(kept.step, (odd,), (), kept.parameters, kept.state_step, kept.random, kept.facts))
+    same(read_kept_step(path).batch[0], odd)
+    for wrong in ("nan:fff800000000000x", "nan:fff8", "nan:"):
+        archive(path, with_meta(meta_of(batch=[{"float": wrong}])))
+        with pytest.raises(FormatError):
+            read_kept_step(path)
+    archive(path, with_meta(meta_of(batch=[{"float": "nan"}])))  # as the first files have it
+    assert np.isnan(read_kept_step(path).batch[0])
