@@ -185,7 +185,9 @@ else:
         try:
             module = importlib.import_module(_LAZY[name])
         except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] != "mindspore":
+            from ampdebug._needs import is_mindspore
+
+            if not is_mindspore(error):
                 raise
             raise ModuleNotFoundError(
                 f"ampdebug.{name} measures a MindSpore training run and needs MindSpore, which is not installed here: "

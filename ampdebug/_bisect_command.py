@@ -15,7 +15,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ampdebug._errors import AmpdebugError, ArgumentError
+from ampdebug._errors import ArgumentError
+from ampdebug._needs import needs_mindspore
+from ampdebug._terminal import StatusLine
 
 if TYPE_CHECKING:  # numpy is not for those who ask for --help
     from ampdebug._bisect_result import BisectResult
@@ -171,30 +173,20 @@ def _journal(arguments: argparse.Namespace) -> Path | None:
 
 
 def _search(arguments: argparse.Namespace, journal: Path | None, shown: _Shown | None) -> BisectResult:
-    try:
+    instead = "`ampdebug report` shows a result that is stored in a run without"
+    with needs_mindspore("`ampdebug bisect` runs the network", instead):
         from ampdebug.hooks._bisection import bisect_target
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "mindspore":
-            raise
-        raise AmpdebugError(
-            "`ampdebug bisect` runs the network with MindSpore, which is not installed here: pip install "
-            "'mindspore>=2.10'. `ampdebug report` shows a result that is stored in a run without"
-        ) from error
     options: dict[str, Any] = {name: getattr(arguments, name) for name in _HANDED_ON}
     if shown is not None:
         shown.say("recording and checking the network")
     return bisect_target(arguments.target, journal=journal, progress=shown, **options)
 
 
-class _Shown:
-    """One line of a terminal that says how far the search is.
-
-    Args:
-        stream: The terminal.
-    """
+class _Shown(StatusLine):
+    """How far the search is."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._last = 0.0
 
     def __call__(self, progress: Progress) -> None:
@@ -204,14 +196,6 @@ class _Shown:
             return
         self._last = now
         self.say(progress_line(progress))
-
-    def say(self, text: str) -> None:
-        """Writes over the line."""
-        print(f"\r\x1b[K{text}", end="", file=self._stream, flush=True)
-
-    def clear(self) -> None:
-        """Leaves no trace of the line."""
-        print("\r\x1b[K", end="", file=self._stream, flush=True)
 
 
 _BAR = 20

@@ -20,7 +20,7 @@ BisectStatus = Literal[
     "found", "nothing-to-find", "precision-innocent", "not-found", "max-probes", "max-seconds", "interrupted"
 ]
 
-_SENTENCES: dict[BisectStatus, str] = {
+SENTENCES: dict[BisectStatus, str] = {
     "found": "Kept in float32, these are enough, and each of them is needed.",
     "nothing-to-find": "The network passes under the level as it is: there is nothing to find.",
     "precision-innocent": "The network fails in float32 too: precision is not the cause.",
@@ -260,7 +260,7 @@ class BisectResult:
         return plain
 
     def __str__(self) -> str:
-        lines = [f"{self.level}: {_SENTENCES[self.status]}"]
+        lines = [f"{self.level}: {SENTENCES[self.status]}"]
         if self.culprits:
             lines += ["", *_table(self._rows())]
         lines += ["", f"good: {self.criterion}"]

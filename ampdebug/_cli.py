@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import ampdebug
 from ampdebug import _bisect_command, _compare_command, _inference_command
 from ampdebug._errors import AmpdebugError, ArgumentError
+from ampdebug._needs import needs_mindspore
 
 _SORTS = ("weight", "order", "name", "absmax", "nonfinite", "flushed", "zeros")
 
@@ -75,15 +76,8 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ArgumentError(
             f"{arguments.script!r} is not a file; give the training script: ampdebug run train.py ARGS…"
         )
-    try:
+    with needs_mindspore("`ampdebug run` trains", "Reading a recorded run works without"):
         from ampdebug.hooks._script import run_script
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "mindspore":
-            raise
-        raise AmpdebugError(
-            "`ampdebug run` trains with MindSpore, which is not installed here: pip install 'mindspore>=2.10'. Reading "
-            "a recorded run works without"
-        ) from error
     return run_script(
         arguments.script,
         arguments.arguments,
@@ -105,28 +99,14 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    try:
+    with needs_mindspore("`ampdebug check` runs the network", "`ampdebug diagnose` works without"):
         from ampdebug.hooks._preflight_target import check_target
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "mindspore":
-            raise
-        raise AmpdebugError(
-            "`ampdebug check` runs the network with MindSpore, which is not installed here: pip install "
-            "'mindspore>=2.10'. `ampdebug diagnose` works without"
-        ) from error
     return _answer(check_target(arguments.target, level=arguments.level), as_json=arguments.json)
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    try:
+    with needs_mindspore("`ampdebug audit` runs the network", "`ampdebug checkpoint` works without"):
         from ampdebug.hooks._level_audit_target import audit_target
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "mindspore":
-            raise
-        raise AmpdebugError(
-            "`ampdebug audit` runs the network with MindSpore, which is not installed here: pip install "
-            "'mindspore>=2.10'. `ampdebug checkpoint` works without"
-        ) from error
     if arguments.against is not None and arguments.cells is not None:
         raise ArgumentError("--cells does not go with --against, which shows every cell that changes; leave one out")
     report, changes = audit_target(
@@ -150,15 +130,9 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    try:
+    instead = "`ampdebug report` and `ampdebug diagnose` read the run without"
+    with needs_mindspore("`ampdebug replay` runs the network", instead):
         from ampdebug.hooks._replay import replay_target
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "mindspore":
-            raise
-        raise AmpdebugError(
-            "`ampdebug replay` runs the network with MindSpore, which is not installed here: pip install "
-            "'mindspore>=2.10'. `ampdebug report` and `ampdebug diagnose` read the run without"
-        ) from error
     found = replay_target(
         arguments.run, arguments.target, step=arguments.step, level=arguments.level, rank=arguments.rank
     )

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ampdebug._bisect_command import _Shown
 from ampdebug._compare_records import LEVELS, MODES
-from ampdebug._errors import AmpdebugError
+from ampdebug._needs import needs_mindspore
+from ampdebug._terminal import StatusLine
 
 DESCRIPTION = "Train a workload at every AMP level, one variable at a time, and recommend one."
 
@@ -51,16 +51,10 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         ArgumentError: An option breaks a rule.
         AmpdebugError: It could not be run.
     """
-    try:
+    instead = "`ampdebug report` shows a result that is stored in a run without"
+    with needs_mindspore("`ampdebug compare` trains", instead):
         from ampdebug.hooks._compare import compare_target
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "mindspore":
-            raise
-        raise AmpdebugError(
-            "`ampdebug compare` trains with MindSpore, which is not installed here: pip install 'mindspore>=2.10'. "
-            "`ampdebug report` shows a result that is stored in a run without"
-        ) from error
-    shown = _Shown(sys.stderr) if sys.stderr.isatty() else None
+    shown = StatusLine(sys.stderr) if sys.stderr.isatty() else None
     options: dict[str, Any] = {
         name: getattr(arguments, name) for name in ("steps", "seeds", "tolerance", "loss_scale", "timeout", "out")
     }

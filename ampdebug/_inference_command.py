@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ampdebug._errors import AmpdebugError
+from ampdebug._needs import needs_mindspore
 
 DESCRIPTION = "Compare the outputs of a trained network in 16 bits with float32, on your data."
 
@@ -44,15 +44,9 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         ArgumentError: An option breaks a rule.
         AmpdebugError: It could not be run.
     """
-    try:
+    instead = "`ampdebug checkpoint` looks into the file without"
+    with needs_mindspore("`ampdebug inference` runs the network", instead):
         from ampdebug.hooks._inference import inference_target
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "mindspore":
-            raise
-        raise AmpdebugError(
-            "`ampdebug inference` runs the network with MindSpore, which is not installed here: pip install "
-            "'mindspore>=2.10'. `ampdebug checkpoint` looks into the file without"
-        ) from error
     report = inference_target(
         arguments.target,
         arguments.checkpoint,

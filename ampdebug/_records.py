@@ -213,3 +213,8 @@ class Event:
     kind: str
     message: str
     data: dict[str, Any] = field(default_factory=dict)
+
+
+def parameter_name(name: str) -> str:
+    """A parameter's name without what the wrappers of the AMP levels, losses and train cells put into it."""
+    return name.replace("_backbone.", "")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ampdebug._records import parameter_name
 from ampdebug._sites import is_cast
 from ampdebug._tensor_stats import TensorStats
 from ampdebug.rules._operator_backward import _born
@@ -119,18 +120,18 @@ def _outside(name: str, result: str) -> Origin:
     return Origin("non-finite", "forward", "", "", "", "", "", "", name, (), result, "")
 
 
+def _place(operator: Operator) -> tuple[str, str, str, str, str, str]:
+    """Operator, path, cell, line, text and dtype of an origin."""
+    return operator.kind, operator.path, cell_of(operator), operator.line, operator.text, operator.dtype
+
+
 def _forward(kind: Literal["non-finite", "saturated", "flushed"], operator: Operator, came_from: str = "") -> Origin:
     out = operator.out
     assert out is not None
     return Origin(
         kind,
         "forward",
-        operator.kind,
-        operator.path,
-        cell_of(operator),
-        operator.line,
-        operator.text,
-        operator.dtype,
+        *_place(operator),
         came_from,
         tuple(_operands(operator)),
         f"result ({operator.dtype}): {ranged(out)}",
@@ -261,12 +262,7 @@ def _backward(
     return Origin(
         kind,
         "backward",
-        operator.kind,
-        operator.path,
-        cell_of(operator),
-        operator.line,
-        operator.text,
-        operator.dtype,
+        *_place(operator),
         "",
         (*arrived, *_operands(operator)),
         left,
@@ -296,7 +292,7 @@ def _gradients(
                 yield result.gradient, exact_gradients.get((made.index, slot))
         return
     for variable in flow.step.variables:
-        if variable.gradient is not None and variable.name == operand.source.replace("_backbone.", ""):
+        if variable.gradient is not None and variable.name == parameter_name(operand.source):
             yield variable.gradient, variable.exact_gradient
 
 

@@ -13,12 +13,12 @@ from mindspore import Parameter, Tensor, nn
 
 from ampdebug._errors import AmpdebugError, ArgumentError
 from ampdebug._flight_file import KeptArray, KeptStep, find_kept_steps, read_kept_step
+from ampdebug._records import parameter_name
 from ampdebug.hooks._state import to_numpy
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 
-# What wrappers of levels and losses put into the names of parameters, and train cells before them.
-_INSIDE = "_backbone."
+# What train cells put before the names of parameters.
 _BEFORE = ("", "network.", "_network.", "network._network.")
 
 
@@ -41,8 +41,8 @@ def load_checkpoint(network: nn.Cell, checkpoint: Checkpoint) -> None:
     """
     shown = "checkpoint" if isinstance(checkpoint, Mapping) else f"checkpoint={os.fspath(checkpoint)!r}"
     given = checkpoint if isinstance(checkpoint, Mapping) else _read(Path(checkpoint))
-    values = {name.replace(_INSIDE, ""): value for name, value in given.items()}
-    parameters = {parameter.name.replace(_INSIDE, ""): parameter for parameter in network.get_parameters()}
+    values = {parameter_name(name): value for name, value in given.items()}
+    parameters = {parameter_name(parameter.name): parameter for parameter in network.get_parameters()}
     theirs = {name: next((b + name for b in _BEFORE if b + name in values), None) for name in parameters}
     missing = [name for name, their in theirs.items() if their is None]
     if missing:
@@ -107,9 +107,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 def _array(value: Any) -> np.ndarray[Any, Any]:
     if isinstance(value, KeptArray):
-        if value.dtype == "bfloat16":  # its bits are the upper half of float32's
-            return (value.values.astype(np.uint32) << 16).view(np.float32)
-        return value.values
+        return value.widened()
     return to_numpy(value) if isinstance(value, (Tensor, Parameter)) else np.asarray(value)
 
 

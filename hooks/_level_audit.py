@@ -12,7 +12,6 @@ from mindspore import nn
 from ampdebug._audit import AuditReport, judge_audit
 from ampdebug._audit_records import AuditedStep, Mode
 from ampdebug._errors import AmpdebugError, ArgumentError
-from ampdebug._workload import Workload
 from ampdebug.hooks._cells import places
 from ampdebug.hooks._interpose import interpose
 from ampdebug.hooks._level_audit_cells import Asked, audited_cells, source_lints
@@ -72,12 +71,8 @@ def audit(
         )
     if mode not in MODES:
         raise ArgumentError(f"mode={mode!r}: must be one of {', '.join(map(repr, MODES))}")
-    if isinstance(net, Workload):
-        net, inputs, loss_fn = _of_workload(net, inputs, loss_fn)
-        made = True
-    else:
-        made = not isinstance(net, nn.Cell)
-    net, inputs, loss_fn, _ = _made(net, inputs, loss_fn, None)
+    made = not isinstance(net, nn.Cell)
+    net, inputs, loss_fn, _ = _made(net, inputs, loss_fn, None, updates=False)
     if not inputs:
         raise ArgumentError(
             "no inputs: audit runs the network on one batch; give it as audit(net, x, ...), or let the function return "
@@ -94,15 +89,6 @@ def audit(
         else:
             seen = _recorded(net, batch[:taken], batch[taken:], loss_fn, applied, backward)
     return judge_audit(seen)
-
-
-def _of_workload(workload: Workload, inputs: tuple[Any, ...], loss_fn: Any) -> tuple[Any, tuple[Any, ...], Any]:
-    batch = inputs or next(iter(workload.batches(1)))
-    with seeded(_SEED):
-        net = workload.network()
-    loss = loss_fn if loss_fn is not None else workload.loss
-    # Without a loss the last of the batch is nobody's.
-    return net, batch if loss is not None or inputs else batch[:-1], loss
 
 
 def _converted(net: nn.Cell, level: Level, *, copied: bool) -> nn.Cell:

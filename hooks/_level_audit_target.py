@@ -9,7 +9,6 @@ from ampdebug._audit_diff import AuditDiff
 from ampdebug._audit_records import Mode
 from ampdebug._errors import ArgumentError
 from ampdebug._target import executed, load_target
-from ampdebug._workload import Workload
 from ampdebug.hooks._level_audit import audit
 from ampdebug.hooks._preflight import LEVELS, Level
 
@@ -47,13 +46,6 @@ def audit_target(
 
 
 def _audited(target: str, level: Level, mode: Mode, backward: bool) -> AuditReport:
-    found = load_target(target)
-    if callable(found):
-        made = executed(found, f"{target}()")
-        parts = tuple(made) if isinstance(made, (tuple, list)) else (made,)
-    else:
-        parts = (found,)
-    # Handed on as a function, so that the network need not be copied: it is ours.
-    what = parts[0] if isinstance(parts[0], Workload) else lambda: parts
-    report: AuditReport = executed(partial(audit, what, level=level, mode=mode, backward=backward), target)
+    named = load_target(target)
+    report: AuditReport = executed(partial(audit, named, level=level, mode=mode, backward=backward), target)
     return report

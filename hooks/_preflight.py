@@ -12,11 +12,12 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ampdebug._errors import ArgumentError
+from ampdebug._workload import Workload
 from ampdebug.hooks._cells import asked_dtype, places
 from ampdebug.hooks._environment import detect_level
 from ampdebug.hooks._pins import lost_pins
 from ampdebug.hooks._preflight_step import run_step
-from ampdebug.hooks._state import NetworkState
+from ampdebug.hooks._state import NetworkState, seeded
 from ampdebug.rules._operator_records import CellFacts, Step
 from ampdebug.rules.operators import judge_step
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 Level = Literal["O0", "O1", "O2", "O3", "auto"]
 LEVELS: tuple[Level, ...] = ("O0", "O1", "O2", "O3", "auto")
+_SEED = 20250101  # of a workload's network
 
 
 def check(
@@ -45,7 +47,7 @@ def check(
     Args:
         net: The network, as it is trained: already converted to an AMP level or not. A function without arguments that
             makes one is taken too; it may return ``(net, inputs)``, ``(net, inputs, loss_fn)`` or
-            ``(net, inputs, loss_fn, optimizer)``.
+            ``(net, inputs, loss_fn, optimizer)``. Or a ``Workload``, or a function that returns one: its first batch.
         *inputs: One batch, tensors or numpy arrays. What the network does not take goes to ``loss_fn`` as labels.
         loss_fn: Called with the output and the labels; gives a scalar, times the loss scale where there is one. Without
             it a scalar output is the loss; for any other output its mean stands in, to see the backward pass.
@@ -92,12 +94,18 @@ def check(
     return Diagnosis(_name(net), findings, _looked_at(step, loss_fn, optimizer, number), _unknown(step))
 
 
-def _made(net: Any, inputs: tuple[Any, ...], loss_fn: Any, optimizer: Any) -> tuple[nn.Cell, tuple[Any, ...], Any, Any]:
+def _made(
+    net: Any, inputs: tuple[Any, ...], loss_fn: Any, optimizer: Any, *, updates: bool = True
+) -> tuple[nn.Cell, tuple[Any, ...], Any, Any]:
+    """Network, batch, loss and optimizer, from the ways in which they may be given; of a workload no optimizer unless
+    there are ``updates`` to make."""
     if isinstance(net, nn.Cell):
         return net, inputs, loss_fn, optimizer
-    if not callable(net):
+    if not callable(net) and not isinstance(net, Workload):
         raise ArgumentError(f"net={net!r} is of type {type(net).__name__}; give a Cell or a function that makes one")
-    found = net()
+    found = net if isinstance(net, Workload) else net()
+    if isinstance(found, Workload):
+        found = _of_workload(found, loss_fn, updates)
     if isinstance(found, (tuple, list)):
         if not 1 <= len(found) <= 4:
             raise ArgumentError(
@@ -114,6 +122,19 @@ def _made(net: Any, inputs: tuple[Any, ...], loss_fn: Any, optimizer: Any) -> tu
     if not isinstance(found, nn.Cell):
         raise ArgumentError(f"{getattr(net, '__name__', net)}() gave a {type(found).__name__}; it must give a Cell")
     return found, inputs, loss_fn, optimizer
+
+
+def _of_workload(workload: Workload, loss_fn: Any, updates: bool) -> tuple[Any, ...]:
+    """What a factory would return."""
+    batch = next(iter(workload.batches(1)))
+    with seeded(_SEED):
+        net = workload.network()
+    loss = loss_fn if loss_fn is not None else workload.loss
+    if loss is None:
+        return net, batch[:-1]  # without a loss the last of the batch is nobody's
+    if not updates or workload.optimizer is None:
+        return net, batch, loss
+    return net, batch, loss, workload.optimizer(net.trainable_params())
 
 
 def _tensor(value: Any, name: str) -> Any:

@@ -16,6 +16,7 @@ from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 
 from ampdebug._errors import ArgumentError
+from ampdebug._records import parameter_name
 from ampdebug._stats import summarize
 from ampdebug._tensor_stats import TensorStats
 from ampdebug.hooks._cells import places, unwrap
@@ -302,7 +303,7 @@ def _variables(net: nn.Cell, earlier: dict[str, Array], done: _Pass, exact: _Pas
             unchanged = int(((gradient != 0) & (before == after)).sum())
         found.append(
             Variable(
-                parameter.name.replace("_backbone.", ""),
+                parameter_name(parameter.name),
                 dtype_name(parameter.dtype),
                 owners.get(id(parameter), ""),
                 bool(parameter.requires_grad),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ampdebug._errors import ArgumentError
 from ampdebug._target import executed, load_target
@@ -30,18 +30,5 @@ def check_target(target: str, *, level: Level | None = None) -> Diagnosis:
     named = load_target(target)
     if not callable(named) and not isinstance(named, Workload):
         raise ArgumentError(f"{target} is a {type(named).__name__}; it must be a function or an ampdebug.Workload")
-    found: Diagnosis = executed(partial(check, partial(_made, named), level=level), target)
+    found: Diagnosis = executed(partial(check, named, level=level), target)
     return found
-
-
-def _made(named: Any) -> Any:
-    made = named if isinstance(named, Workload) else named()
-    if not isinstance(made, Workload):
-        return made
-    net = made.network()
-    batch = next(iter(made.batches(1)))
-    if made.loss is None:
-        return net, batch[:-1]  # without a loss the last of the batch is nobody's
-    if made.optimizer is None:
-        return net, batch, made.loss
-    return net, batch, made.loss, made.optimizer(net.trainable_params())

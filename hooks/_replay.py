@@ -15,6 +15,7 @@ from mindspore import dtype as mstype
 
 from ampdebug._errors import AmpdebugError, ArgumentError, StoreError
 from ampdebug._flight_file import KeptArray, KeptStep, find_kept_steps, read_kept_step
+from ampdebug._records import parameter_name
 from ampdebug._replay import Replay, judge_replay
 from ampdebug._run import Run, open_run
 from ampdebug._target import executed, load_target
@@ -195,9 +196,9 @@ def _give_state(net: nn.Cell, loss_fn: Any, kept: KeptStep, notes: list[str]) ->
     if not kept.parameters:
         notes.append("Parameters were not kept (they did not fit): those that the factory makes were taken.")
         return
-    own = {_plain(p.name): p for p in net.get_parameters()}
-    optional = {_plain(p.name): p for p in loss_fn.get_parameters()} if isinstance(loss_fn, nn.Cell) else {}
-    given = _aligned({_plain(name): value for name, value in kept.parameters.items()}, own)
+    own = {parameter_name(p.name): p for p in net.get_parameters()}
+    optional = {parameter_name(p.name): p for p in loss_fn.get_parameters()} if isinstance(loss_fn, nn.Cell) else {}
+    given = _aligned({parameter_name(name): value for name, value in kept.parameters.items()}, own)
     present = {**optional, **own}
     unknown = [name for name in given if name not in present]
     missing = [name for name in own if name not in given]
@@ -220,11 +221,6 @@ def _give_state(net: nn.Cell, loss_fn: Any, kept: KeptStep, notes: list[str]) ->
             f"The parameters are those before step {kept.state_step}, {behind} step{'s' if behind > 1 else ''} before "
             "the batch's: its update was not skipped, and a copy was not made at every step. keep_every=1 makes one."
         )
-
-
-def _plain(name: str) -> str:
-    # The wrappers of the levels come into the names of parameters.
-    return name.replace("_backbone.", "")
 
 
 def _aligned(given: dict[str, KeptArray], own: Mapping[str, Any]) -> dict[str, KeptArray]:
@@ -276,8 +272,7 @@ def _as_recorded(kept: KeptStep) -> Iterator[None]:
 def _tensor(value: Any) -> Any:
     if isinstance(value, KeptArray):
         if value.dtype == "bfloat16":
-            wide = (value.values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-            return Tensor(wide, mstype.bfloat16)
+            return Tensor(value.widened(), mstype.bfloat16)
         return Tensor(np.array(value.values))
     if isinstance(value, (tuple, list)):
         return type(value)(_tensor(item) for item in value)

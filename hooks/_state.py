@@ -12,6 +12,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
+from ampdebug._records import parameter_name
+
 
 class NetworkState:
     """The values of all parameters of a network, moving statistics included, and which cells are in training mode.
@@ -46,8 +48,7 @@ class NetworkState:
 
 
 def _parameters(network: nn.Cell) -> list[tuple[str, Parameter]]:
-    # The wrappers of the levels come into the names of parameters.
-    return [(parameter.name.replace("_backbone.", ""), parameter) for parameter in network.get_parameters()]
+    return [(parameter_name(parameter.name), parameter) for parameter in network.get_parameters()]
 
 
 def _cells(network: nn.Cell) -> list[nn.Cell]:

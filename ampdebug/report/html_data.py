@@ -17,7 +17,7 @@ from ampdebug.report.facts import gather_facts
 from ampdebug.report.heatmap import colours
 from ampdebug.report.html_steps import StepBins, plain_number
 from ampdebug.report.summary import describe_run, summary_lines
-from ampdebug.report.table import LINES, Report, _grouped
+from ampdebug.report.table import LINES, Report, grouped
 from ampdebug.report.watchlist import judge_sites, uses_float16
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def collect(run: Run, progress: Progress | None = None) -> PageData:
     bins = StepBins(recorded, columns=heat.first_steps)
     facts = gather_facts(_watched(run, bins, stages.stage(2)))
     judgements = [j for j in judge_sites(summary.sites, network, facts) if j.summary.rows or j.reasons]
-    rows = sorted(_grouped(judgements), key=lambda chosen: (-chosen[0].weight, chosen[0].summary.site_id))
+    rows = sorted(grouped(judgements), key=lambda chosen: (-chosen[0].weight, chosen[0].summary.site_id))
     snapshots = [_snapshot(found, sites) for found in _read_snapshots(run, summary.sites)]
     lines = summary_lines(
         run,

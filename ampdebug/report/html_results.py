@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from ampdebug._bisect_result import _SENTENCES
+from ampdebug._bisect_result import SENTENCES
 from ampdebug.report.html_blocks import DEPTH, ROWS, finding, fold, items, pairs, table, text, words
 
 _UNFOLDED = 20  # rows of a table that is shown at once
@@ -25,7 +25,7 @@ def result(kind: str, data: Any) -> str:
 
 
 def _bisect(data: dict[str, Any]) -> str:
-    sentence = _SENTENCES.get(data["status"], str(data["status"]))
+    sentence = SENTENCES.get(data["status"], str(data["status"]))
     rows = [
         [
             culprit["rank"],

@@ -245,7 +245,7 @@ def build_report(
     else:
         summaries, problems = _summaries_of_step(run, step), ()
     judgements = [j for j in judge_sites(summaries, network, facts) if j.summary.rows or j.reasons]
-    everything = _grouped(judgements)
+    everything = grouped(judgements)
     alarms = sum(row.alarm for _, row in everything)
     if cells is not None:
         chosen = [(j, _row([j])) for j in judgements if fnmatch.fnmatchcase(j.summary.site.path or "(network)", cells)]
@@ -282,7 +282,7 @@ def _summaries_of_step(run: Run, step: int) -> tuple[SiteSummary, ...]:
     return summarize_sites(aggregate, run.sites, found.dtype_names)
 
 
-def _grouped(judgements: Iterable[Judgement]) -> list[tuple[Judgement, Row]]:
+def grouped(judgements: Iterable[Judgement]) -> list[tuple[Judgement, Row]]:
     """One row a cell, and one a parameter: inputs, outputs and calls are not shown apart."""
     groups: dict[tuple[bool, str], list[Judgement]] = {}
     for judgement in judgements:

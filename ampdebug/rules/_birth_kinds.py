@@ -78,6 +78,11 @@ def place_of(view: RunView, record: Record, birth: Birth) -> Place:
     return Place(birth, inputs, before, None if seen_at is None else rows[seen_at], outputs)
 
 
+def called(birth: Birth) -> str:
+    """The cell of a birth in a sentence."""
+    return f"{birth.cell_type}{f' {birth.path!r}' if birth.path else ''}"
+
+
 def counted(birth: Birth) -> str:
     parts = [f"{n} {name}" for n, name in ((birth.nan, "NaN"), (birth.pos_inf, "+inf"), (birth.neg_inf, "-inf")) if n]
     return f"{', '.join(parts)} of {birth.count} elements"
@@ -157,7 +162,7 @@ def _mask_constant(view: RunView, record: Record, place: Place) -> Verdict | Non
         return None
     return Verdict(
         "mask-constant-overflows-fp16",
-        f"The own code of {birth.cell_type}{f' {birth.path!r}' if birth.path else ''} makes {counted(birth)} from a "
+        f"The own code of {called(birth)} makes {counted(birth)} from a "
         f"0/1 mask and small values (largest {biggest:.4g}): a mask constant such as -1e9 is -inf in float16, and 0 * "
         "-inf at the kept positions is NaN.",
         "medium",
@@ -184,7 +189,7 @@ def _reduction(view: RunView, record: Record, place: Place) -> Verdict | None:
     return Verdict(
         "reduce-sum-overflow-in-pooling",
         f"A sum over about {terms:.0f} values per element in "
-        f"{birth.cell_type}{f' {birth.path!r}' if birth.path else ''} exceeds float16's 65504 (mean {source.mean:.4g}, "
+        f"{called(birth)} exceeds float16's 65504 (mean {source.mean:.4g}, "
         f"so about {total:.4g}), although the values themselves are at most {source.absmax:.4g}.",
         "high",
         "number of terms times their mean is beyond the format",
@@ -209,7 +214,7 @@ def _attention(view: RunView, record: Record, place: Place) -> Verdict | None:
         if bound >= FLOAT16_MAX and likely >= 0.25 * FLOAT16_MAX and max(x.absmax, y.absmax) < 0.5 * FLOAT16_MAX:
             return Verdict(
                 "qk-matmul-overflow-before-scaling",
-                f"The own code of {birth.cell_type}{f' {birth.path!r}' if birth.path else ''} multiplies "
+                f"The own code of {called(birth)} multiplies "
                 f"{x.site.path!r} (largest {x.absmax:.4g}) with {y.site.path!r} (largest {y.absmax:.4g}) over "
                 f"{x.shape[-1]} terms: the product exceeds 65504 before its scale factor comes.",
                 "medium",
@@ -232,7 +237,7 @@ def _residual(view: RunView, record: Record, place: Place) -> Verdict | None:
         return None
     return Verdict(
         "residual-stream-exceeds-fp16",
-        f"The sum in {birth.cell_type}{f' {birth.path!r}' if birth.path else ''} exceeds float16's 65504: its parts "
+        f"The sum in {called(birth)} exceeds float16's 65504: its parts "
         f"reach {parts[0]:.4g} and {parts[1]:.4g}; the hidden state has grown out of the format.",
         "high",
         "the parts of the sum add up to more than the format holds",
@@ -259,7 +264,7 @@ def _exponential(view: RunView, record: Record, place: Place) -> Verdict | None:
         return None
     return Verdict(
         "handwritten-softmax-overflow",
-        f"{birth.cell_type}{f' {birth.path!r}' if birth.path else ''} makes {birth.nan} NaN of {birth.count} elements, "
+        f"{called(birth)} makes {birth.nan} NaN of {birth.count} elements, "
         f"the others lying between 0 and 1, out of finite values up to {largest:.4g}: exp of more than 11.09 is inf in "
         "float16, and inf / inf is NaN.",
         "high",
@@ -279,7 +284,7 @@ def _epsilon(view: RunView, record: Record, place: Place) -> Verdict | None:
         return None
     return Verdict(
         "eps-1e-8-is-zero-in-fp16",
-        f"The own code of {birth.cell_type}{f' {birth.path!r}' if birth.path else ''} makes an infinite value out of "
+        f"The own code of {called(birth)} makes an infinite value out of "
         f"outputs of at most {last.absmax:.4g}: in float16 a sigmoid or softmax of these is exactly 0 or 1, an epsilon "
         "below 3e-8 is 0, and log(0) is -inf.",
         "medium",

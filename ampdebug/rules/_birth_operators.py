@@ -5,8 +5,7 @@ They name the kind where numbers alone can't: an overflow below an ``Exp`` is an
 
 from __future__ import annotations
 
-from ampdebug._records import Birth
-from ampdebug.rules._birth_kinds import FLOAT16_MAX, LARGEST_EXPONENT, Place, Verdict
+from ampdebug.rules._birth_kinds import FLOAT16_MAX, LARGEST_EXPONENT, Place, Verdict, called
 from ampdebug.rules._history import Record
 from ampdebug.rules._run import Row, RunView
 
@@ -29,15 +28,12 @@ def own_operators(view: RunView, path: str) -> frozenset[str]:
     cell = view.cells.get(path)
     if cell is None or cell.compute_source not in ("operators", "trace"):
         return frozenset()
-    return frozenset(
-        name.rsplit(".", 1)[-1].strip("_").lower()
-        for name, dtype in cell.compute_dtypes.items()
-        if dtype in ("float16", "bfloat16")
-    )
+    return frozenset(_plain(name) for name, dtype in cell.compute_dtypes.items() if dtype in ("float16", "bfloat16"))
 
 
-def _called(birth: Birth) -> str:
-    return f"{birth.cell_type}{f' {birth.path!r}' if birth.path else ''}"
+def _plain(operator: str) -> str:
+    """``"truediv"`` for ``"Tensor.__truediv__"``."""
+    return operator.rsplit(".", 1)[-1].strip("_").lower()
 
 
 def _sources(place: Place) -> list[Row]:
@@ -59,7 +55,7 @@ def exponential(view: RunView, record: Record, place: Place) -> Verdict | None:
         return None
     return Verdict(
         "handwritten-softmax-overflow",
-        f"The own code of {_called(birth)} takes exp in float16 of values up to {largest:.4g}: exp of more than 11.09 "
+        f"The own code of {called(birth)} takes exp in float16 of values up to {largest:.4g}: exp of more than 11.09 "
         f"is inf there, and it makes {birth.nan} NaN and {birth.pos_inf + birth.neg_inf} infinities of it.",
         "high",
         "exp was seen to run in float16, and its input is beyond its range",
@@ -93,7 +89,7 @@ def epsilon(view: RunView, record: Record, place: Place) -> Verdict | None:
     )
     return Verdict(
         "eps-1e-8-is-zero-in-fp16",
-        f"The own code of {_called(birth)} makes {birth.nan} NaN and {birth.pos_inf + birth.neg_inf} infinities in "
+        f"The own code of {called(birth)} makes {birth.nan} NaN and {birth.pos_inf + birth.neg_inf} infinities in "
         f"float16 out of values of at most {last.absmax:.4g}, {last.zeros} of them exactly 0: it holds {what}, and an "
         "epsilon below 3e-8 (1e-8, 1e-12) added against that is itself 0 in float16.",
         "medium",
@@ -119,7 +115,7 @@ def reduction(view: RunView, record: Record, place: Place) -> Verdict | None:
         return None
     return Verdict(
         "reduce-sum-overflow-in-pooling",
-        f"A sum in float16 over about {terms:.0f} values per element in {_called(birth)} exceeds 65504, although the "
+        f"A sum in float16 over about {terms:.0f} values per element in {called(birth)} exceeds 65504, although the "
         f"values that went into this code are at most {source.absmax:.4g}.",
         "medium",
         "a sum was seen to run in float16, with terms enough to reach 65504",
@@ -134,7 +130,7 @@ def empty_mean(view: RunView, record: Record, place: Place) -> Verdict | None:
     cell = view.cells.get(birth.path)
     if not birth.own_code or birth.count != 1 or birth.nan != 1 or birth.inputs_finite is not True or cell is None:
         return None
-    names = {name.rsplit(".", 1)[-1].strip("_").lower() for name in cell.compute_dtypes}
+    names = {_plain(name) for name in cell.compute_dtypes}
     sources = _sources(place)
     if not names & (_DIVIDE | {"crossentropy", "nllloss", "mean"}) or not sources:
         return None
@@ -147,7 +143,7 @@ def empty_mean(view: RunView, record: Record, place: Place) -> Verdict | None:
         return None
     return Verdict(
         "mean-over-zero-valid-labels",
-        f"The loss that {_called(birth)} computes is NaN{' while every gradient is exactly 0' if empty else ''}, out "
+        f"The loss that {called(birth)} computes is NaN{' while every gradient is exactly 0' if empty else ''}, out "
         f"of finite values of at most {max(row.absmax for row in sources):.4g}: a sum of nothing divided by a count of "
         "nothing, as for a batch whose labels or mask leave no element.",
         "high" if empty else "medium",
@@ -184,7 +180,7 @@ def residual_branch(view: RunView, record: Record, place: Place) -> Verdict | No
     return Verdict(
         "residual-stream-exceeds-fp16",
         f"The hidden state grows from block to block ({', '.join(f'{size:.4g}' for size in sizes[-4:])}) and leaves "
-        f"float16's range in {_called(birth)}, the branch that is added to it next.",
+        f"float16's range in {called(birth)}, the branch that is added to it next.",
         "high",
         "the outputs of the blocks before it were measured",
         "Keep the residual stream in float32 or use bfloat16; smaller initialisation of the output projections or a "
@@ -208,7 +204,7 @@ def hidden_by_clip(view: RunView, record: Record, place: Place) -> Verdict | Non
         return None
     return Verdict(
         "values-pinned-at-fp16-max",
-        f"{_called(birth)} overflows float16 in {birth.pos_inf + birth.neg_inf} of {birth.count} elements, and a clip "
+        f"{called(birth)} overflows float16 in {birth.pos_inf + birth.neg_inf} of {birth.count} elements, and a clip "
         f"or nan_to_num after it turns them into 65504 ({pinned.saturated} elements of the {pinned.site.kind} of "
         f"{pinned.site.path or 'the network'}): the loss stays finite and does not show it.",
         "high",

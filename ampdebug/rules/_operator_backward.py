@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampdebug._formats import round_through
+from ampdebug._records import parameter_name
 from ampdebug.rules._finding import Finding
 from ampdebug.rules._operator_finding import counted, finding, keep_wide, told
 from ampdebug.rules._operator_flow import Flow, lost_constant
@@ -104,7 +105,7 @@ def _born(flow: Flow) -> Operator | None:
 
 def _variable_gradient_bad(flow: Flow, source: str) -> bool:
     return any(
-        v.gradient is not None and v.gradient.nonfinite and v.name == source.replace("_backbone.", "")
+        v.gradient is not None and v.gradient.nonfinite and v.name == parameter_name(source)
         for v in flow.step.variables
     )
 
