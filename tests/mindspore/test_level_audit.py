@@ -279,8 +279,15 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
                 def construct(self, x):
                     return self.out(self.fc(x))
 
+            class Wide(Net):
+                def construct(self, x):
+                    return super().construct(x) * 2
+
             def make():
                 return Net(), (Tensor(np.ones((2, 6), np.float32)),)
+
+            def make_wide():
+                return Wide(), (Tensor(np.ones((2, 6), np.float32)),)
         """)
     )
     assert main(["audit", "audited_net.py:make", "--level", "O2", "--json", "--out", "run"]) == 0
@@ -292,6 +299,8 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
     assert stored["operators"] == data["operators"]
     assert main(["audit", "audited_net.py:make", "--against", "O0"]) == 0
     assert "From Net at O0 to Net at O2: 2 cells differ" in capfd.readouterr().out
+    assert main(["audit", "audited_net.py:make_wide", "--against", "audited_net.py:make"]) == 0
+    assert "From Net at O2 to Wide at O2: 1 cell differs" in capfd.readouterr().out
     assert main(["audit", "audited_net.py:make", "--cells", "f*"]) == 0
     assert "MatMul" in capfd.readouterr().out
     assert main(["audit", "audited_net.py:make", "--against", "O9"]) == 2
