@@ -19,8 +19,8 @@ import pytest
 from ampdebug._diagnose import diagnose
 from ampdebug._errors import AmpdebugError
 from ampdebug.logs import FORMATS, GENERIC
+from ampdebug.logs._keyed import GENERIC_LIMIT
 from ampdebug.logs._markers import MARKERS
-from ampdebug.logs._read import GENERIC_LIMIT
 from ampdebug.logs._source import LINE_LIMIT
 
 

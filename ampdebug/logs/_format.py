@@ -101,7 +101,8 @@ CONVERTERS: dict[str, Callable[[bytes], Any]] = {
 _KNOWN_BOOLEANS = {b"True": True, b"False": False}
 
 
-def _short_integer(text: bytes) -> int | None:
+def short_counter(text: bytes) -> int | None:
+    """``integer`` of text that is known to be digits."""
     return int(text) if len(text) <= 15 else None
 
 
@@ -111,16 +112,20 @@ def _fast_boolean(text: bytes) -> bool | None:
 
 
 _FAST: dict[str, Callable[[bytes], Any]] = {
-    "step": _short_integer,
-    "epoch": _short_integer,
-    "epoch_step": _short_integer,
-    "epoch_steps": _short_integer,
+    "step": short_counter,
+    "epoch": short_counter,
+    "epoch_step": short_counter,
+    "epoch_steps": short_counter,
     "overflow": _fast_boolean,
     "loss": float,
     "scale": scale_number,
     "grad_norm": float,
     "lr": float,
 }
+
+
+Place = tuple[int, int, Callable[[bytes], Any]]
+"""Begin and end of a field in its line, and what makes a value of the text there."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +151,11 @@ class LogFormat:
         drops_nan_loss: A NaN loss makes the field disappear.
         filters_nan_loss: A NaN loss is replaced by a number.
         repeats: The same step may be printed again (progress bars); the last print counts.
-        finish: Last word on the fields of one line, for what a pattern can't say.
+        finish: Last word on the fields of one line, for what a pattern can't say. What it does may depend on the words
+            of the line and on the values of fields, never on certain digits in the text (see ``_shape``).
+        locate: Fields that neither ``pattern`` nor ``pairs`` can tell: ``{field: (begin, end, converter)}``. They take
+            the place of those of the same name. Like ``finish``, it may not look at certain digits.
         traps: For the manual; one sentence each.
-        finish_needs_no_scale: ``finish`` does nothing on lines with a scale.
         strict: The groups of ``pattern`` only match text of the field's kind, so that conversion can't fail.
     """
 
@@ -170,9 +177,9 @@ class LogFormat:
     filters_nan_loss: bool = False
     repeats: bool = False
     finish: Callable[[Fields, bytes], None] | None = None
+    locate: Callable[[bytes], Mapping[str, Place]] | None = None
     traps: tuple[str, ...] = ()
     strict: bool = True
-    finish_needs_no_scale: bool = False
 
     def __post_init__(self) -> None:
         fast = _FAST if self.strict else CONVERTERS
@@ -180,13 +187,6 @@ class LogFormat:
             (index - 1, name, fast.get(name, CONVERTERS[name])) for name, index in self.pattern.groupindex.items()
         )
         object.__setattr__(self, "_plan", plan)
-
-    @property
-    def has_plain_path(self) -> bool:
-        """Lines of this format can be told plain from the text of their fields alone."""
-        if not self.strict or self.epochs_from is None or self.steps_restart:
-            return False
-        return self.finish is None or self.finish_needs_no_scale
 
     def read(self, line: bytes) -> Fields | None:
         """The fields of ``line``, or None where it is not of this format."""
@@ -210,9 +210,25 @@ class LogFormat:
                     value = CONVERTERS[known](text)
                     if value is not None:
                         fields[known] = value
+        if self.locate is not None:
+            for name, (begin, end, convert) in self.locate(line).items():
+                value = convert(line[begin:end])
+                if value is not None:
+                    fields[name] = value
         if self.finish is not None:
             self.finish(fields, line)
         return fields
+
+
+_RANK = re.compile(rb"^\s{0,4}(?:\[(?:rank|default|Rank )(\d{1,5})\]:?|(\d{1,4}): )")
+
+
+def rank_place(line: bytes) -> tuple[int, int] | None:
+    """Where the rank stands in the prefix that launchers put before a line (``[rank1]:``), None where there is none."""
+    if line[:1] not in b" [0123456789":
+        return None
+    match = _RANK.match(line)
+    return None if match is None else match.span(match.lastindex or 0)
 
 
 def rx(pattern: bytes) -> re.Pattern[bytes]:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import re
 
-from ampdebug.logs._format import NUMBER, Fields, LogFormat, boolean, number, rx, scale_number
+from ampdebug.logs._format import NUMBER, Fields, LogFormat, Place, boolean, number, rx, scale_number
 
 _VALUE = re.compile(rb"dtype=(\w+), value=\s*\[?\s*(" + NUMBER + rb"|True|False)")
 
 
-def _by_dtype(fields: Fields, line: bytes) -> None:
+def _by_dtype(line: bytes) -> dict[str, Place]:
     # The cell returns (loss, overflow, scale) or less, and what is left out shifts the rest: go by dtype, not position.
-    floats: list[bytes] = []
-    for dtype, text in _VALUE.findall(line[line.find(b"Tensor(") :]):
-        if dtype == b"Bool":
-            flag = boolean(text)
-            if flag is not None:
-                fields.setdefault("overflow", flag)
-        else:
-            floats.append(text)
+    places: dict[str, Place] = {}
+    floats: list[re.Match[bytes]] = []
+    begin = line.find(b"Tensor(")
+    for match in _VALUE.finditer(line, begin) if begin >= 0 else ():
+        if match.group(1) != b"Bool":
+            floats.append(match)
+        elif "overflow" not in places:
+            places["overflow"] = (*match.span(2), boolean)
     if floats:
-        fields["loss"] = number(floats[0])
-    if len(floats) > 1 and "overflow" in fields:
-        fields["scale"] = scale_number(floats[1])
+        places["loss"] = (*floats[0].span(2), number)
+    if len(floats) > 1 and "overflow" in places:
+        places["scale"] = (*floats[1].span(2), scale_number)
+    return places
 
 
 def _mindformers(fields: Fields, line: bytes) -> None:
@@ -57,7 +58,6 @@ MINDSPORE_FORMATS: tuple[LogFormat, ...] = (
         prints_overflow=True,
         loss_decimals=3,
         finish=_mindformers,
-        finish_needs_no_scale=True,
         traps=(
             "The number after the slash in loss:[a/b] is the mean of the epoch and stays NaN after one NaN; it is not "
             "read.",
@@ -165,7 +165,7 @@ MINDSPORE_FORMATS: tuple[LogFormat, ...] = (
         scale="used",
         epochs_from=0,
         prints_overflow=True,
-        finish=_by_dtype,
+        locate=_by_dtype,
         traps=("Fields are told apart by dtype; large scales are rounded to six digits (6.71089e+07).",),
     ),
     LogFormat(
@@ -179,7 +179,7 @@ MINDSPORE_FORMATS: tuple[LogFormat, ...] = (
         ),
         epochs_from=0,
         prints_overflow=True,
-        finish=_by_dtype,
+        locate=_by_dtype,
     ),
     LogFormat(
         name="bert-benchmark",

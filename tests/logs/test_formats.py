@@ -9,7 +9,7 @@ import pytest
 
 from ampdebug.logs import BY_NAME, FORMATS, GENERIC
 from ampdebug.logs._markers import MARKERS
-from ampdebug.logs._read import _WORDS
+from ampdebug.logs._scan import WORDS
 
 DOCS = Path(__file__).parents[2] / "docs" / "log-formats.md"
 
@@ -352,7 +352,7 @@ def test_marker_samples(marker: object) -> None:
 
 def test_every_sample_holds_a_word_that_the_search_looks_for() -> None:
     texts = [text for _, _, text in SAMPLES] + [text for marker in MARKERS for text in marker.samples]
-    missed = [text for text in texts if not any(word in text.encode() for word in _WORDS)]
+    missed = [text for text in texts if not any(word in text.encode() for word in WORDS)]
     assert missed == []
 
 
