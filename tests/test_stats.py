@@ -92,7 +92,7 @@ def reference(values: list[float], dtype: str) -> dict[str, Any]:
         "max": max(finite, default=math.nan) + 0.0,
         "mean": mean,
         "rms": rms,
-        "abs_mean": math.fsum(s / n for s in sizes) if n else 0.0,
+        "abs_mean": float(sum(map(Fraction, sizes), Fraction(0)) / n) if n else 0.0,
         "exponents": [exponents[i] for i in range(256)],
     }
 
