@@ -55,6 +55,7 @@ class MindSporeBackend:
 
     Attributes:
         evaluate: What measures; a ready-made probe with what it knows of float32.
+        alone: What ``measure_plain`` gave last, where the level itself ran; else None.
 
     Raises:
         ArgumentError: An argument breaks a rule.
@@ -102,6 +103,7 @@ class MindSporeBackend:
         self._start, self._level_start = NetworkState(self._reference), NetworkState(self._network)
         self._values: dict[str, list[float | bool]] = {"reference": [], "plain": []}
         self._unknown: set[OperatorSite] = set()
+        self.alone: float | bool | None = None
         self.evaluate = evaluate
         if isinstance(evaluate, WorkloadProbe):
             self.evaluate = evaluate.prepared(lambda call, seed: self._from_start(self._reference, call, seed))
@@ -144,9 +146,10 @@ class MindSporeBackend:
         return self._values["reference"].pop() if self._values["reference"] else self._value(self._reference)
 
     def measure_plain(self) -> float | bool:
-        if self._values["plain"]:
-            return self._values["plain"].pop()
-        return self.measure(frozenset()) if self.mode == "emulated" else self._value(self._network)
+        if self.mode == "emulated":
+            return self.measure(frozenset())
+        self.alone = self._values["plain"].pop() if self._values["plain"] else self._value(self._network)
+        return self.alone
 
     def measure(self, protected: frozenset[OperatorSite]) -> float | bool:
         with self._protected(protected) as protection:

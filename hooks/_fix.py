@@ -61,6 +61,7 @@ class FixTask:
         edges: Which values between cells must stay unrounded.
         filled: Paths of cells of which every operator is in the answer.
         emulated: The level's own kernels are missing here.
+        alone: What the search measured of the level alone, in PyNative mode; None where it did not.
     """
 
     spec: BackendSpec
@@ -70,6 +71,7 @@ class FixTask:
     edges: tuple[Edge, ...]
     filled: tuple[str, ...]
     emulated: bool
+    alone: float | bool | None = None
 
     def patch_sites(self) -> tuple[PatchSite, ...]:
         """The operators by the user's own lines."""
@@ -133,12 +135,14 @@ class FixTask:
             except Exception as error:  # noqa: BLE001 - a network that does not compile any more is an answer
                 return Outcome(False, f"in {mode} mode it fails: {type(error).__name__}: {_first_line(error)}")
             passed = self.criterion.judge(fixed).passed
-            detail = f"{_shown(fixed)} in {mode} mode, {self.spec.level} alone {self._plain_words()}"
+            detail = f"{_shown(fixed)} in {mode} mode, {self.spec.level} alone {self._plain_words(mode)}"
             return Outcome(passed, f"{detail}; good: {self.criterion.words}")
         finally:
             mindspore.set_context(mode=before)
 
-    def _plain_words(self) -> str:
+    def _plain_words(self, mode: RunMode) -> str:
+        if mode == "pynative" and self.alone is not None:
+            return _shown(self.alone)
         try:
             return _shown(self._value(_Nothing()))
         except Exception as error:  # noqa: BLE001 - it is for comparison only
@@ -248,6 +252,7 @@ def fix_task(
         edges=_edges(backend, protected),
         filled=tuple(sorted(path for path, whole in covered.items() if whole)),
         emulated=backend.mode == "emulated",
+        alone=backend.alone,
     )
 
 

@@ -248,6 +248,22 @@ def test_a_result_hands_over_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyP
         result.confirm(mode="eager")  # type: ignore[arg-type]
 
 
+def test_the_level_alone_is_not_measured_again_where_the_search_did() -> None:
+    calls: list[nn.Cell] = []
+
+    def counted(net: nn.Cell) -> bool:
+        calls.append(net)
+        return fix_nets.finite(net)
+
+    result = bisect(fix_nets.overflowing, counted, level="O3")
+    before = len(calls)
+    confirmed = result.confirm(mode="pynative")
+    assert len(calls) == before + 1
+    assert "O3 alone False" in confirmed.confirmations[-1].detail
+    assert result.patch().verified
+    assert len(calls) == before + 2
+
+
 def test_graph_mode_is_confirmed_in_a_process_of_its_own() -> None:
     task = overflow_task("O2")
     patch = build_patch(task.patch_sites(), level="O2", verify=lambda b, a: task.verify(b, a, "graph", 300.0))
