@@ -42,12 +42,15 @@ class Seen(NamedTuple):
         dtype: Name of the dtype in lower case (``"float16"``).
         shape: Its shape.
         lasting: The array keeps its values until :meth:`StepRecorder.settle`, so that it may be measured meanwhile.
+        same: A number that one tensor has wherever it comes by. A place without the array gets the row of the one with
+            it: the n-th time in a step of the n-th time, whichever comes first.
     """
 
     array: NDArray[Any] | None
     dtype: str
     shape: tuple[int, ...]
     lasting: bool = False
+    same: int | None = None
 
 
 class StepRecorder:
@@ -75,6 +78,9 @@ class StepRecorder:
         self._background = BackgroundStats(self._table)
         self._sites: list[int] = []
         self._dtypes: list[int] = []
+        self._measured: dict[int, list[int]] = {}
+        self._copies: dict[tuple[Kind, str, str], list[tuple[int, int]]] = {}
+        self._copied = 0
         self._calls: dict[str, int] = {}
         self._ended: list[Ended] = []
         self._backward: list[Arrived] = []
@@ -88,6 +94,9 @@ class StepRecorder:
         self._table.clear()
         self._sites.clear()
         self._dtypes.clear()
+        self._measured.clear()
+        self._copies.clear()
+        self._copied = 0
         self._calls.clear()
         self._ended.clear()
         self._backward.clear()
@@ -107,6 +116,7 @@ class StepRecorder:
     def table(self) -> StatsTable:
         """The statistics of every row, in execution order. Waits until they are measured."""
         self._background.settle()
+        self._copy_rows()
         return self._table
 
     @property
@@ -236,11 +246,15 @@ class StepRecorder:
         array = seen.array
         if array is None:
             row = self._table.reserve()
+            if seen.same is not None:
+                self._copies.setdefault((kind, path, slot), []).append((row, seen.same))
         elif seen.lasting and array.size >= WORTHWHILE:
             row = self._table.reserve()
             self._background.submit(array, row, bfloat16_bits=seen.dtype == "bfloat16")
         else:
             row = self._table.add(array, bfloat16_bits=seen.dtype == "bfloat16")
+        if array is not None and seen.same is not None:
+            self._measured.setdefault(seen.same, []).append(row)
         key = (kind, path, call, slot)
         site = self._ids.get(key)
         if site is None:
@@ -250,6 +264,22 @@ class StepRecorder:
         self._sites.append(site)
         self._dtypes.append(DTYPE_CODES.get(seen.dtype, 0))
         return row
+
+    def _copy_rows(self) -> None:
+        """Gives the places without an array the rows of the tensors that they are."""
+        if not self._copies or self._copied == len(self._sites):
+            return
+        self._copied = len(self._sites)
+        rows, sources = [], []
+        for copies in self._copies.values():
+            times: dict[int, int] = {}
+            for row, same in copies:
+                time = times[same] = times.get(same, 0) + 1
+                measured = self._measured.get(same, ())
+                if time <= len(measured):
+                    rows.append(row)
+                    sources.append(measured[time - 1])
+        self._table.copy(np.asarray(rows, np.intp), np.asarray(sources, np.intp))
 
     @_one_at_a_time
     def _judge(self) -> StepJudgement:

@@ -201,6 +201,11 @@ class StatsTable:
         self._rows[rows] = measured._rows[: measured._size]
         self._exponents[rows] = measured._exponents[: measured._size]
 
+    def copy(self, rows: npt.NDArray[np.intp], sources: npt.NDArray[np.intp]) -> None:
+        """Fill reserved rows with other rows of this table."""
+        self._rows[rows] = self._rows[sources]
+        self._exponents[rows] = self._exponents[sources]
+
     def _grow(self) -> None:
         rows, exponents = self._rows, self._exponents
         self._capacity *= 2

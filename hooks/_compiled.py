@@ -46,8 +46,20 @@ class Client(Protocol):
         """A graph is about to run."""
         ...
 
-    def compiled(self, executor: Any, phase: str) -> None:
-        """A graph was compiled between :meth:`install` and its undoing; the executor holds it under ``phase``."""
+    def compiled(self, executor: Any, phase: str) -> bool:
+        """A graph was compiled between :meth:`install` and its undoing; the executor holds it under ``phase``.
+
+        Returns:
+            Whether to throw it away and compile it anew, with what :meth:`install` puts in now.
+        """
+        ...
+
+    def stay_whole(self) -> None:
+        """What was compiled anew does not compile: the next one is to be as it was before."""
+        ...
+
+    def settled(self) -> None:
+        """The graph that is going to run is compiled, or none could be."""
         ...
 
     def silenced(self) -> contextlib.AbstractContextManager[None]:
@@ -117,25 +129,29 @@ def _replace() -> contextlib.ExitStack:
 
     @functools.wraps(compile_function)
     def compile_function_cleanly(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def once() -> Any:
+        def once() -> tuple[Any, bool]:
             with _taken_out_afterwards() as is_new:
                 phase = compile_function(self, *args, **kwargs)
-                if is_new():
-                    _tell(self._graph_executor, phase)
-                return phase
+                return phase, is_new() and _tell(self._graph_executor, phase)
 
-        return _until_settled(once)
+        def forget(phase: str) -> None:
+            api.ms_compile_cache.discard(phase)
+            self._graph_executor.del_net_res(None, {phase})
+
+        return _until_settled(functools.partial(_slimmed, once, forget))
 
     @functools.wraps(compile_cell)
-    def compile_cell_cleanly(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def once() -> Any:
+    def compile_cell_cleanly(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        def once() -> tuple[Any, bool]:
             with _taken_out_afterwards() as is_new:
-                result = compile_cell(self, *args, **kwargs)
-                if is_new():
-                    _tell(self._graph_executor, result[0])
-                return result
+                result = compile_cell(self, obj, *args, **kwargs)
+                return result, is_new() and _tell(self._graph_executor, result[0])
 
-        return _until_settled(once)
+        def forget(result: tuple[str, bool]) -> None:
+            obj.compile_cache.discard(result[0])
+            self._graph_executor.del_net_res(obj, {result[0]})
+
+        return _until_settled(functools.partial(_slimmed, once, forget))
 
     @functools.wraps(clear_res)
     def clear_res_without_hooks(self: Any) -> Any:
@@ -179,6 +195,31 @@ def _until_settled(compile_once: Callable[[], Any]) -> Any:
     return result
 
 
+def _slimmed(compile_once: Callable[[], tuple[Any, bool]], forget: Callable[[Any], None]) -> Any:
+    """Compiles, and once more where the probes say from what they read in the graph that they can do with less.
+
+    The graph that was thrown away never ran: MindSpore tunes a graph in its first runs.
+    """
+    try:
+        result, again = compile_once()
+        if again:
+            try:
+                forget(result)
+                result, again = compile_once()
+                if again:
+                    forget(result)
+            except Exception:  # noqa: BLE001 - the whole one did compile, and is what the user gets
+                again = True
+            if again:
+                for client in _clients:
+                    client.stay_whole()
+                result, _ = compile_once()
+    finally:
+        for client in _clients:
+            client.settled()
+    return result
+
+
 def _without_probes(compile_once: Callable[[], Any], error: Exception) -> Any:
     """The network does not compile with our probes in it: the user's own graph must, or the error is the user's."""
     with contextlib.ExitStack() as stack:
@@ -190,9 +231,9 @@ def _without_probes(compile_once: Callable[[], Any], error: Exception) -> Any:
     return result
 
 
-def _tell(executor: Any, phase: str) -> None:
-    for client in list(_clients):
-        client.compiled(executor, phase)
+def _tell(executor: Any, phase: str) -> bool:
+    wanted = [client.compiled(executor, phase) for client in list(_clients)]  # each wants to be told
+    return any(wanted)
 
 
 @contextlib.contextmanager

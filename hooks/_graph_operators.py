@@ -92,11 +92,12 @@ class CompiledGraph:
     """
 
     def __init__(self, executor: Any, phase: str) -> None:
-        self._model = mind_ir_pb2.ModelProto()
-        self._model.ParseFromString(executor.get_func_graph_proto(phase, "mind_ir"))
-        if not self._model.graph.node:
+        self.model = mind_ir_pb2.ModelProto()
+        self.model.ParseFromString(executor.get_func_graph_proto(phase, "mind_ir"))
+        if not self.model.graph.node:
             raise ValueError(f"the graph of phase {phase[:200]!r} has no nodes")
-        self._primitives = {f"{_REFERENCE}{primitive.name}": primitive for primitive in self._model.primitives}
+        self.graphs = (self.model.graph, *self.model.functions)
+        self._primitives = {f"{_REFERENCE}{primitive.name}": primitive for primitive in self.model.primitives}
 
     def operators(self, scopes: dict[str, str]) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
         """The operators that it runs in the forward pass of known cells.
@@ -110,7 +111,7 @@ class CompiledGraph:
             only running shows: the casts of mixed precision are nodes of their own (``"Cast"``) before it.
         """
         known: dict[str, str | None] = {}
-        for graph in (self._model.graph, *self._model.functions):
+        for graph in self.graphs:
             for node in graph.node:
                 primitive = self._primitives.get(node.op_type)  # None: a constant, or the call of a sub-graph
                 if primitive is None or primitive.op_type in _PLUMBING:
@@ -123,6 +124,23 @@ class CompiledGraph:
                 if path is not None and first is not None:
                     yield path, primitive.op_type, *first
 
+    def operator(self, node: Any) -> str | None:
+        """The name of the primitive that a node runs; None for a constant and for the call of a sub-graph."""
+        primitive = self._primitives.get(node.op_type)
+        return None if primitive is None else str(primitive.op_type)
+
+    def writes(self, node: Any) -> bool:
+        """Whether a node may write to what it takes."""
+        primitive = self._primitives.get(node.op_type)
+        return primitive is not None and any(a.name == "side_effect_mem" for a in primitive.attribute)
+
+    def function_of(self, node: Any) -> int | None:
+        """The id of the Python function that a node calls; None for any other node."""
+        primitive = self._primitives.get(node.op_type)
+        if primitive is None or primitive.op_type != "Custom":
+            return None
+        return next((int(attribute.i) for attribute in primitive.attribute if attribute.name == "fn_id"), None)
+
     def callbacks(self) -> dict[int, bool]:
         """The Python callbacks in it.
 
@@ -131,14 +149,11 @@ class CompiledGraph:
             branches, loops and other sub-graphs.
         """
         once: dict[int, bool] = {}
-        for graph in (self._model.graph, *self._model.functions):
+        for graph in self.graphs:
             for node in graph.node:
-                primitive = self._primitives.get(node.op_type)
-                if primitive is None or primitive.op_type != "Custom":
-                    continue
-                for attribute in primitive.attribute:
-                    if attribute.name == "fn_id":
-                        once[attribute.i] = graph is self._model.graph and attribute.i not in once
+                function = self.function_of(node)
+                if function is not None:
+                    once[function] = graph is self.model.graph and function not in once
         return once
 
 

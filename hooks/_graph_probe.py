@@ -147,8 +147,12 @@ Taker = Callable[[tuple[Any, ...], bool], None]
 """Takes what a callback was handed, and whether it lasts until a graph runs again."""
 
 
-def _emitter(count: int, sink: Sink, take: Taker) -> Any:
-    """An operator that hands its inputs to ``take`` while ``sink`` is active."""
+Made = dict[int, tuple[int, Callable[..., Any]]]
+"""``{id of a callback's function: (how many tensors it takes, the function, so that the id stays its own)}``."""
+
+
+def emitter(count: int, sink: Sink, take: Taker, made: Made | None = None) -> Any:
+    """An operator that hands its inputs to ``take`` while ``sink`` is active; entered into ``made``."""
 
     def called(arrays: tuple[Any, ...]) -> Any:
         if sink.active:
@@ -159,6 +163,8 @@ def _emitter(count: int, sink: Sink, take: Taker) -> Any:
 
     function = _fixed_arity(count, called)
     number = id(function)
+    if made is not None:
+        made[number] = (count, function)
     return ops.Custom(function, out_shape=(1,), out_dtype=ms.float32, func_type="pyfunc")
 
 
@@ -170,7 +176,9 @@ class Layout:
         lone = _lone_tensor(inputs)
         self._flatten(inputs if lone is None else lone, "", False)
         self._flatten(outputs, "", True)
-        self.observed = sum(1 for _, _, dtype, shape in self.entries if observed(dtype, shape))
+        self.handed_over = [entry for entry in self.entries if observed(entry[2], entry[3])]
+        """The tensors that a callback takes, in its order."""
+        self.observed = len(self.handed_over)
 
     def _flatten(self, node: Any, slot: str, output: bool) -> None:
         if node[0] == "tensor":
@@ -184,7 +192,7 @@ class Layout:
 
     def fill(self, arrays: Sequence[Any], lasting: bool) -> tuple[list[Any], list[Any]]:
         """Pairs the arrays of one call with their slots: ``(inputs, outputs)`` as lists of ``(slot, Seen)``."""
-        names = [dtype for _, _, dtype, shape in self.entries if observed(dtype, shape)]
+        names = [dtype for _, _, dtype, _ in self.handed_over]
         return self.fill_seen(
             [see_array(a, name, tuple(getattr(a, "shape", ())), lasting) for a, name in zip(arrays, names, strict=True)]
         )
@@ -229,13 +237,18 @@ class GraphProbe:
         self.cell_type = cell_type
         self.sink = sink
         self.layouts: list[Layout] = []
+        self.uses: list[Layout] = []
+        """Those of the graph compiled last."""
+        self.callbacks: Made = {}
+        """Its callbacks."""
         self._parts: dict[int, list[Any]] = {}
 
     def traced(self, inputs: Any, outputs: Any) -> int:
         """Called while tracing, once for each distinct use of the cell."""
         layout = Layout(inputs, outputs)
-        if all(layout.entries != known.entries for known in self.layouts):
-            self.layouts.append(layout)
+        for known in (self.layouts, self.uses):
+            if all(layout.entries != other.entries for other in known):
+                known.append(layout)
         return 0
 
     def _arrived(self, arrays: tuple[Any, ...], lasting: bool) -> None:
@@ -253,7 +266,7 @@ class GraphProbe:
             return fitting[0] if fitting else None
         shapes = [tuple(getattr(a, "shape", ())) for a in arrays]
         for layout in fitting:
-            known = [shape for _, _, dtype, shape in layout.entries if observed(dtype, shape)]
+            known = [shape for _, _, _, shape in layout.handed_over]
             if known == shapes:
                 return layout
         return fitting[0]
@@ -271,7 +284,7 @@ class GraphProbe:
         def arrived(arrays: tuple[Any, ...], lasting: bool) -> None:
             self.sink.output_gradient(self.path, self.cell_type, 0, slot, arrays[0])
 
-        emit = _emitter(1, self.sink, arrived)
+        emit = emitter(1, self.sink, arrived)
 
         def seen(gradient):  # type: ignore[no-untyped-def]
             return ops.depend(gradient, emit(ops.stop_gradient(gradient)))
@@ -284,8 +297,10 @@ class GraphProbe:
         The traced functions are as short as can be: each line of them is compiled once for each watched cell, and an
         ``if`` costs both of its branches.
         """
-        emitters = (_nothing, *(_emitter(count, self.sink, self._arrived) for count in range(1, _MOST + 1)))
-        emit_part = _emitter(2, self.sink, self._part_arrived)
+        made: Made = {}
+        self.uses, self.callbacks = [], made
+        emitters = (_nothing, *(emitter(count, self.sink, self._arrived, made) for count in range(1, _MOST + 1)))
+        emit_part = emitter(2, self.sink, self._part_arrived, made)
         note = ops.constexpr(guarded_note(self.sink, self.traced))
 
         def emit_many(*seen):  # type: ignore[no-untyped-def]
@@ -346,7 +361,7 @@ def graph_gradient_hook(name: str, sink: Sink) -> Callable[[Any], Any]:
     def arrived(arrays: tuple[Any, ...], lasting: bool) -> None:
         sink.gradient(name, arrays[0], lasting=lasting)
 
-    emit = _emitter(1, sink, arrived)
+    emit = emitter(1, sink, arrived)
 
     def hook(gradient):  # type: ignore[no-untyped-def]
         return ops.depend(gradient, emit(ops.stop_gradient(gradient)))

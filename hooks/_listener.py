@@ -6,6 +6,7 @@ recomputation, asks for the gradients of outputs in PyNative mode, and hands eve
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import weakref
@@ -22,10 +23,13 @@ from ampdebug.hooks import _slots
 from ampdebug.hooks._capture import Capture
 from ampdebug.hooks._cells import Place, own_parameters
 from ampdebug.hooks._graph_probe import GraphProbe, graph_gradient_hook
+from ampdebug.hooks._later import Later
 from ampdebug.hooks._parameters import ParameterWatch
 from ampdebug.hooks._precision_seen import PrecisionSeen
 from ampdebug.hooks._probes import output_gradient_hook
-from ampdebug.hooks._tensors import FLOATING, call_leaves, leaves, see, see_array
+from ampdebug.hooks._slim import Slimmer
+from ampdebug.hooks._slim_probe import SlimProbe
+from ampdebug.hooks._tensors import FLOATING, call_leaves, leaves, see_array
 
 _numbers = itertools.count(1)
 
@@ -63,7 +67,9 @@ class Listener:
         self.watched = watched
         self.parameters = parameters
         self.train_cell = train_cell
-        self.recorder = StepRecorder(register, _parents(watched), _with_watched_children(places, watched))
+        parents = _parents(watched)
+        self.recorder = StepRecorder(register, parents, _with_watched_children(places, watched))
+        self._inner = frozenset(parents)
         self._capture = Capture(self) if graph == "capture" or (graph == "auto" and not on_cpu) else None
         self._precision = PrecisionSeen(places, self._not_seen)
         self._token = f"ampdebug{next(_numbers)}"
@@ -72,11 +78,16 @@ class Listener:
         self._recomputed = _recomputed(places)
         self._hooked: dict[int, weakref.ref[Any]] = {}
         self._tensor_handles: list[Any] = []
+        self._wanted: list[tuple[Any, Callable[[Any], Any]]] = []
+        self._later = Later()
+        self._calls: dict[str, int] = {}
+        self._gradients_seen: set[str] = set()
         self._calls_seen = 0
         self._in_backward = False
         self._gradients_unscaled = False
         self._own = 0.0
         self._once: set[int] = set()
+        self._slimmer = Slimmer()
 
     def guard(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls ``function``; an exception in it ends the watching, not the training."""
@@ -101,18 +112,24 @@ class Listener:
         """Takes the probes out."""
         self.active = False
         self._precision.end_step()
+        self._later.drop()
         self._let_go()
         _slots.ignore(self)
 
     def _forget(self) -> None:
         """Nothing of the last step is left."""
+        self._later.drop()
+        self._wanted.clear()
         self.recorder.begin()
+        self._calls.clear()
+        self._gradients_seen.clear()
         self._calls_seen = 0
         self._in_backward = False
         self._gradients_unscaled = False
 
     def _let_go(self) -> None:
         """Takes the hooks off the step's tensors."""
+        self._wanted.clear()
         self._hooked.clear()
         while self._tensor_handles:
             self._tensor_handles.pop().remove()
@@ -127,7 +144,13 @@ class Listener:
 
     def graph_probe(self, path: str, cell_type: str) -> GraphProbe:
         """A compiled probe for a cell."""
-        return GraphProbe(path, cell_type, self) if self._capture is None else self._capture.probe(path, cell_type)
+        if self._capture is not None:
+            return self._capture.probe(path, cell_type)
+        if path == REDUCER_PATH or self._recomputed:  # the one shows outputs only, the other calls cells again
+            return GraphProbe(path, cell_type, self)
+        probe = SlimProbe(path, cell_type, self)
+        self._slimmer.watch(probe)
+        return probe
 
     def graph_gradient_hook(self, parameter: Any) -> Callable[[Any], Any]:
         """A compiled hook for the gradient of a parameter."""
@@ -143,15 +166,42 @@ class Listener:
         """A graph with this session's probes is about to be compiled; returns what to call afterwards."""
         return self._precision.compiling()
 
-    def compiled(self, executor: Any, phase: str) -> None:
-        """It was compiled."""
+    def compiled(self, executor: Any, phase: str) -> bool:
+        """It was compiled. Returns whether to throw it away and to compile a slimmer one."""
         graph = self._precision.compiled(executor, phase)
         for callback, once in () if graph is None else graph.callbacks().items():
             (self._once.add if once else self._once.discard)(callback)
+        if self._capture is not None or self.wants_output_gradients:
+            return False
+        try:
+            return self._slimmer.compiled(graph)
+        except Exception as error:  # noqa: BLE001 - a graph in a form we do not know runs as it is
+            self._precision.failed(error)
+            return self._slimmer.stay_whole()
+
+    def stay_whole(self) -> None:
+        """The slimmer graph does not compile."""
+        self._slimmer.stay_whole()
+
+    def settled(self) -> None:
+        """The graph that is going to run is compiled."""
+        self._slimmer.settled()
 
     def running(self) -> None:
-        """A graph is about to run: what the last one handed over is overwritten."""
+        """A graph is about to run: what the last one handed over is overwritten, and what ran before comes first."""
+        self.guard(self._read_queued)
         self.guard(self.recorder.settle)
+
+    def _read_queued(self) -> None:
+        """Takes the values that were put off."""
+        self._later.wait()
+        started = time.perf_counter()  # up to here it was the network's own time
+        self._later.read()
+        self._own += time.perf_counter() - started
+
+    def _read_if_many(self) -> None:
+        if self._later.full:
+            self._read_queued()
 
     def called_once(self, callback: int) -> bool:
         """Whether a compiled graph calls this function at most once a run; see ``CompiledGraph.callbacks``."""
@@ -168,37 +218,55 @@ class Listener:
         self.guard(self._python_call, path, cell_type, args, kwargs, output)
 
     def _python_call(self, path: str, cell_type: str, args: Any, kwargs: Any, output: Any) -> None:
+        started = time.perf_counter()
         if path == REDUCER_PATH:
-            self._take_reduced([see(tensor) for _, tensor in leaves(output)])
+            self._later.add([tensor for _, tensor in leaves(output)], self._take_reduced)
             return
         if self._in_backward and path in self._recomputed:
             return
         self._calls_seen += 1
+        self._calls[path] = self._calls.get(path, 0) + 1
         tensors = [*call_leaves(args, kwargs)]
         inputs = len(tensors)
         tensors.extend(leaves(output))
-        seen = [(slot, see(tensor)) for slot, tensor in tensors]
-        started = time.perf_counter()  # PyNative is asynchronous: up to here it is the network's own time
-        self.recorder.cell_call(path, cell_type, seen[:inputs], seen[inputs:])
+        slots = [slot for slot, _ in tensors]
+        record = functools.partial(self._record_call, path, cell_type, slots, inputs)
+        self._later.add([tensor for _, tensor in tensors], record)
         if _pynative_executor.requires_grad():
-            self._hook_outputs(path, cell_type, tensors[:inputs], tensors[inputs:])
+            self._want_gradients(path, cell_type, tensors[:inputs], tensors[inputs:])
         self._own += time.perf_counter() - started
+        if path not in self._inner:
+            self._hook_wanted()
+        self._read_if_many()
 
-    def _hook_outputs(self, path: str, cell_type: str, inputs: list[Any], outputs: list[Any]) -> None:
-        """Asks for the gradients of a call's outputs. A tensor that several cells hand on counts for the innermost."""
+    def _record_call(self, path: str, cell_type: str, slots: list[str], inputs: int, seen: list[Seen]) -> None:
+        pairs = list(zip(slots, seen, strict=True))
+        self.recorder.cell_call(path, cell_type, pairs[:inputs], pairs[inputs:])
+
+    def _want_gradients(self, path: str, cell_type: str, inputs: list[Any], outputs: list[Any]) -> None:
+        """Notes a call's outputs, to ask for their gradients."""
         passed_on = {id(tensor) for _, tensor in inputs}
-        call = self.recorder.calls(path) - 1
+        call = self._calls[path] - 1
         for slot, tensor in outputs:
-            if id(tensor) in passed_on or isinstance(tensor, ms.Parameter) or tensor.dtype not in FLOATING:
-                continue
-            if not tensor._requires_grad:  # MindSpore refuses a hook on it
-                continue
+            if id(tensor) not in passed_on and not isinstance(tensor, ms.Parameter) and tensor.dtype in FLOATING:
+                self._wanted.append((tensor, output_gradient_hook(path, cell_type, call, slot, self)))
+
+    def _hook_wanted(self) -> None:
+        """Asks for the gradients, when the outermost cell has ended: whether a tensor has one is known only when
+        MindSpore has made its part of the backward pass, and to ask is to wait for that.
+
+        A tensor that several cells hand on counts for the innermost, which ended first.
+        """
+        wanted, self._wanted = self._wanted, []
+        trained = [(tensor, hook) for tensor, hook in wanted if tensor._requires_grad]  # no other takes a hook
+        started = time.perf_counter()  # up to here it was mostly the network's own time
+        for tensor, hook in trained:
             known = self._hooked.get(id(tensor))
             if known is not None and known() is tensor:
                 continue
             self._hooked[id(tensor)] = weakref.ref(tensor)
-            hook = output_gradient_hook(path, cell_type, call, slot, self)
             self._tensor_handles.append(tensor.register_hook(hook))
+        self._own += time.perf_counter() - started
 
     def output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
         """The gradient of a cell's output arrived."""
@@ -206,26 +274,37 @@ class Listener:
 
     def _output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
         self._in_backward = True
-        seen = _seen(value)
+        record = functools.partial(self._record_output_gradient, path, cell_type, call, slot)
+        self._take(value, record)
+
+    def _record_output_gradient(self, path: str, cell_type: str, call: int, slot: str, seen: list[Seen]) -> None:
+        self.recorder.output_gradient(path, cell_type, call, slot, seen[0])
+
+    def _take(self, value: Any, record: Callable[[list[Seen]], None], lasting: bool = False) -> None:
+        """Takes a tensor, to be looked at later, or what a compiled graph hands to a callback, now."""
         started = time.perf_counter()
-        self.recorder.output_gradient(path, cell_type, call, slot, seen)
+        if isinstance(value, ms.Tensor):
+            self._later.add([value], record)
+        else:
+            shape = tuple(getattr(value, "shape", ()))
+            record([see_array(value, str(getattr(value, "dtype", "float32")), shape, lasting)])
         self._own += time.perf_counter() - started
+        self._read_if_many()
 
     def _take_reduced(self, gradients: list[Seen]) -> None:
         """What came out of the reduction over ranks, in the order of the train cell's weights."""
-        started = time.perf_counter()
         for parameter, seen in zip(self._reduced, gradients, strict=True):
             self.recorder.gradient(parameter.name, "", seen, reduced=True)
-        self._own += time.perf_counter() - started
 
     def graph_call(self, path: str, cell_type: str, inputs: list[Any], outputs: list[Any]) -> None:
         """A watched cell ran in a graph."""
+        started = time.perf_counter()
         if path == REDUCER_PATH:
             self._take_reduced([seen for _, seen in outputs])
-            return
-        started = time.perf_counter()
-        self._calls_seen += 1
-        self.recorder.cell_call(path, cell_type, inputs, outputs)
+        else:
+            self._calls_seen += 1
+            self._calls[path] = self._calls.get(path, 0) + 1
+            self.recorder.cell_call(path, cell_type, inputs, outputs)
         self._own += time.perf_counter() - started
 
     def gradient(self, name: str, value: Any, *, lasting: bool = False) -> None:
@@ -236,16 +315,17 @@ class Listener:
         self._calls_seen += 1
         self._in_backward = True
         owner = self._owners.get(name, "")
-        if owner in self._recomputed and name in self.recorder.gradients_seen:
+        if owner in self._recomputed and name in self._gradients_seen:
             return  # in a graph it arrives once more for each time the cell's code was copied
-        seen = _seen(value, lasting)
-        started = time.perf_counter()
-        self.recorder.gradient(name, owner, seen)
-        self._own += time.perf_counter() - started
+        self._gradients_seen.add(name)
+        self._take(value, functools.partial(self._record_gradient, name, owner), lasting)
+
+    def _record_gradient(self, name: str, owner: str, seen: list[Seen]) -> None:
+        self.recorder.gradient(name, owner, seen[0])
 
     def take_gradients(self, gradients: Any) -> None:
         """Takes gradients that the caller holds, where none were seen arriving. They are unscaled already."""
-        if not self.active or self.recorder.gradients_seen:
+        if not self.active or self._gradients_seen:
             return
         values = [tensor for _, tensor in leaves(gradients)]
         names = [p.name for p in self.parameters.in_order]
@@ -256,13 +336,6 @@ class Listener:
         for name, tensor in zip(names, values, strict=True):
             self._gradient(name, tensor, False)
         self._gradients_unscaled = True
-
-
-def _seen(value: Any, lasting: bool = False) -> Seen:
-    """A tensor, or what a compiled graph hands to a callback."""
-    if isinstance(value, ms.Tensor):
-        return see(value)
-    return see_array(value, str(getattr(value, "dtype", "float32")), tuple(getattr(value, "shape", ())), lasting)
 
 
 def _parents(watched: dict[str, Place]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,12 @@ def score_shape(output: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in scores[0].shape) if scores else ()
 
 
-def shape_labels(labels: tuple[Any, ...], shape: tuple[int, ...]) -> list[LabelFacts]:
-    """Labels whose shape says that they are class numbers for scores of this shape."""
+def shape_labels(labels: tuple[Any, ...], shape: tuple[int, ...], *, error: str = "") -> list[LabelFacts]:
+    """Labels whose shape says that they are class numbers for scores of this shape.
+
+    A label that is usually left out counts where ``error``, which ended the step, names it.
+    """
+    ignored = [label for label in _IGNORED if not re.search(rf"\b{label}\b", error)]
     found: list[LabelFacts] = []
     for number, tensor in enumerate(flat_tensors(labels)):
         values = _integers(tensor)
@@ -45,7 +50,7 @@ def shape_labels(labels: tuple[Any, ...], shape: tuple[int, ...]) -> list[LabelF
             classes = shape[-1]
         else:
             continue
-        kept = values[~np.isin(values, _IGNORED) & (values >= 0)]
+        kept = values[~np.isin(values, ignored) & (values >= 0)]
         if kept.size and classes > 1:
             found.append(LabelFacts(f"label {number}", int(kept.min()), int(kept.max()), classes))
     return found

@@ -113,7 +113,8 @@ def run_step(
         # The scores may never have come out of the network: whatever had their shape last will do.
         last = [r.shape for call in recorder.calls for r in call.results if r.stats is not None]
         last += [o.shape for o in recorder.calls[-1].operands if o.stats is not None] if recorder.calls else []
-        found_labels += shape_labels(batch, next((s for s in reversed(last) if len(s) >= 2), ()))
+        scores = next((s for s in reversed(last) if len(s) >= 2), ())
+        found_labels += shape_labels(batch, scores, error=str(output_error))
         if not any(label.high >= label.classes for label in (*found_labels, *recorder.labels)):
             raise output_error
         failure = f"{type(output_error).__name__}: {str(output_error).strip().splitlines()[0]}"

@@ -79,8 +79,20 @@ class GraphReader(Sink, Protocol):
         """A graph is about to run, which overwrites what callbacks were handed in its last run. Never raises."""
         ...
 
-    def compiled(self, executor: Any, phase: str) -> None:
-        """It was compiled; MindSpore's executor holds it under ``phase``. Never raises."""
+    def compiled(self, executor: Any, phase: str) -> bool:
+        """It was compiled; MindSpore's executor holds it under ``phase``. Never raises.
+
+        Returns:
+            Whether to throw it away and compile it anew: the probes would now hand over less.
+        """
+        ...
+
+    def stay_whole(self) -> None:
+        """That did not work out: the graph is compiled once more, with all that there is to hand over. Never raises."""
+        ...
+
+    def settled(self) -> None:
+        """Compiling is over; the graph that is going to run is there, or none is. Never raises."""
         ...
 
 

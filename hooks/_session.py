@@ -236,8 +236,10 @@ class Session(Listener):
         return step if isinstance(step, Step) else None
 
     def _end(self, outputs: Any, known: dict[str, Any]) -> Step:
-        started = time.perf_counter()
         sampled = self._sampled
+        if sampled:
+            self._read_queued()
+        started = time.perf_counter()
         if sampled and self._capture is not None:
             self._collect(self._capture)
         after = read_scale(self.scale_source)

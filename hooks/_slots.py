@@ -192,9 +192,17 @@ class _Registry:
         for reader in self._readers:
             reader.running()
 
-    def compiled(self, executor: Any, phase: str) -> None:
-        for reader in self._graph_readers():
-            reader.compiled(executor, phase)
+    def compiled(self, executor: Any, phase: str) -> bool:
+        wanted = [reader.compiled(executor, phase) for reader in self._graph_readers()]  # each wants to be told
+        return any(wanted)
+
+    def stay_whole(self) -> None:
+        for reader in self._readers:
+            reader.stay_whole()
+
+    def settled(self) -> None:
+        for reader in self._readers:
+            reader.settled()
 
     @contextlib.contextmanager
     def silenced(self) -> Iterator[None]:
