@@ -1,7 +1,8 @@
 """``ampdebug bisect``: its options, what it shows while it searches, and what its exit code says.
 
 Exit codes: 0 there is an answer (also: nothing to find; precision is not the cause); 1 no set of operators was seen to
-be enough, or the set is another one than ``--expect`` says; 2 it could not be run.
+be enough, the set is another one than ``--expect`` says, or ``--update-expect`` was to keep one that is not complete; 2
+it could not be run.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the mode of --confirm, else pynative)",
     )
     parser.add_argument("--expect", metavar="FILE", help="exit with 1 if the answer is not the one kept in this file")
-    parser.add_argument("--update-expect", action="store_true", help="write the answer to the file of --expect")
+    parser.add_argument(
+        "--update-expect", action="store_true", help="write the answer, if it is complete, to the file of --expect"
+    )
     parser.add_argument("--json", action="store_true", help="the result as JSON")
 
 
@@ -117,10 +120,16 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
             shown.clear()
     from ampdebug._expect import Expectation, compare_expected
 
-    answered = result.sufficient or result.status in _ANSWERS
-    comparison = None
+    complete = result.status in _ANSWERS
+    answered = result.sufficient or complete
+    comparison, kept = None, ""
     if arguments.update_expect:
-        Expectation.of(result).write(arguments.expect)
+        if complete:
+            Expectation.of(result).write(arguments.expect)
+            kept = f"the answer is in {arguments.expect}"
+        else:  # a gate made of it would ask every later search to stop at the same place
+            answered = False
+            kept = f"{arguments.expect} was not written: the answer is not complete ({result.status})"
     elif arguments.expect is not None:
         comparison = compare_expected(result, arguments.expect)
     code = 0 if answered and (comparison is None or comparison.same) else 1
@@ -130,12 +139,18 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
             data["patch"] = {"verified": patch.verified, "reason": patch.reason, "diff": patch.diff}
         if comparison is not None:
             data["as_expected"] = comparison.same
+        if arguments.update_expect:
+            data["expectation_written"] = complete
         return json.dumps(data, indent=1, allow_nan=False), code
     parts = [str(result)]
     if patch is not None:
         parts.append(str(patch) if arguments.patch == "-" else f"patch in {arguments.patch}: {_first_line(patch)}")
+    elif arguments.patch is not None:
+        parts.append(f"no patch: there is nothing to change ({result.status})")
     if comparison is not None:
         parts.append(str(comparison))
+    if kept:
+        parts.append(kept)
     return "\n\n".join(parts), code
 
 

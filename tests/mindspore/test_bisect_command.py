@@ -40,13 +40,16 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_the_whole_path(capsys: pytest.CaptureFixture[str]) -> None:
     task = (f"{FILE}:overflowing", "--level", "O3", "--probe", "finite", "--workers", "0", "--out", "run")
     code, out, err = run(capsys, *task, "--max-probes", "1", "--expect", "expected.json", "--update-expect")
-    assert code in (0, 1), err
+    assert code == 1, err
+    assert "expected.json was not written: the answer is not complete (max-probes)" in out
+    assert not Path("expected.json").exists()
     ms.set_context(mode=ms.GRAPH_MODE)  # as a training script may do at its top
     code, out, err = run(capsys, *task, "--resume", "--expect", "expected.json", "--update-expect")
     assert code == 0, err
     assert "bisect_tasks.py:" in out
     assert "energy = ops.square(x)" in out
     assert "1 from the journal" in out
+    assert "the answer is in expected.json" in out
     code, out, err = run(capsys, *task, "--resume", "--expect", "expected.json", "--json")
     assert code == 0, err
     data: dict[str, Any] = json.loads(out)
@@ -156,3 +159,10 @@ def test_a_function_that_sets_a_mode_makes_networks_in_the_mode_that_was_set() -
 
     assert made_by(make, 0) == "net"
     assert ms.get_context("mode") == ms.PYNATIVE_MODE
+
+
+def test_where_there_is_nothing_to_change_there_is_no_patch(capsys: pytest.CaptureFixture[str]) -> None:
+    task = (f"{FILE}:healthy", "--level", "O2", "--probe", "finite", "--workers", "0")
+    code, out, err = run(capsys, *task, "--patch")
+    assert code == 0, err
+    assert "no patch: there is nothing to change (nothing-to-find)" in out
