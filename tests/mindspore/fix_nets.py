@@ -183,3 +183,23 @@ class Pooled(nn.Cell):
 
 def pooled():
     return Pooled()
+
+
+class LargeDense(nn.Cell):
+    """A layer whose sums no float16 holds, also under O1, which leaves all but such layers in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Dense(64, 64)
+        self.head = nn.Dense(64, 4)
+
+    def construct(self, x):
+        y = self.fc(x * 1e4) / 1e4
+        return self.head(y)
+
+
+LARGE = Tensor(np.random.RandomState(0).randn(16, 64).astype(np.float32) * 3)
+
+
+def large_is_finite(net):
+    return bool(np.isfinite(net(LARGE).asnumpy()).all())

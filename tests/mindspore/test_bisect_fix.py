@@ -264,6 +264,17 @@ def test_the_level_alone_is_not_measured_again_where_the_search_did() -> None:
     assert len(calls) == before + 2
 
 
+@pytest.mark.parametrize("mode", ["pynative", pytest.param("graph", marks=pytest.mark.slow)])
+def test_a_patch_under_o1_which_rewrites_the_source(mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = bisect(fix_nets.LargeDense, fix_nets.large_is_finite, level="O1")
+    assert [(site.path, site.operator) for site in result.sites] == [("fc", "MatMul")]
+    patch = result.patch(mode=mode)
+    assert patch.verified, str(patch)
+    assert patch.reason == f"True in {mode} mode, O1 alone False; good: evaluate returns True"
+    assert "+        self.fc = nn.Dense(64, 64).to_float(ms.float32)\n" in patch.diff
+
+
 def test_graph_mode_is_confirmed_in_a_process_of_its_own() -> None:
     task = overflow_task("O2")
     patch = build_patch(task.patch_sites(), level="O2", verify=lambda b, a: task.verify(b, a, "graph", 300.0))
