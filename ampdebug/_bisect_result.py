@@ -54,6 +54,10 @@ class Unit:
     source: str = ""
 
 
+DETERMINISTIC = "deterministic"
+"""Name of the check that one forward and backward pass, in float32 and under the level, repeats bitwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One thing that was made sure of before the search.

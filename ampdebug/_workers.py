@@ -27,6 +27,7 @@ class WorkerExecutor(Executor):
         workers: How many processes.
         timeout: Seconds that one call may take; None for no limit. What a new process takes to start is not counted.
         replace_after: Exceptions of a call after which its process gets no further call: it may be damaged.
+        initializer: Called first in each process; picklable.
 
     Raises:
         ArgumentError: An argument breaks a rule.
@@ -38,6 +39,7 @@ class WorkerExecutor(Executor):
         *,
         timeout: float | None = None,
         replace_after: tuple[type[BaseException], ...] = (),
+        initializer: Callable[[], None] | None = None,
     ) -> None:
         if workers < 1:
             raise ArgumentError(f"workers={workers}: must be at least 1")
@@ -47,7 +49,7 @@ class WorkerExecutor(Executor):
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._workers = [_Worker() for _ in range(workers)]
+        self._workers = [_Worker(initializer) for _ in range(workers)]
         self._threads = [threading.Thread(target=self._serve, args=(worker,), daemon=True) for worker in self._workers]
         for thread in self._threads:
             thread.start()
@@ -102,7 +104,8 @@ class _Task:
 class _Worker:
     """One process and the pipe to it; used by one thread, but killed by any."""
 
-    def __init__(self) -> None:
+    def __init__(self, initializer: Callable[[], None] | None) -> None:
+        self._initializer = initializer
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
 
@@ -155,18 +158,24 @@ class _Worker:
         # Never forked: a fork of a process that has run MindSpore has its threads' locks without the threads.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs,), daemon=True)
+        process = context.Process(target=_work, args=(theirs, self._initializer), daemon=True)
         process.start()
         theirs.close()
         self._process, self._pipe = process, ours
-        if not ours.poll(_STARTING_SECONDS) or ours.recv() != "ready":
+        try:
+            ready = ours.poll(_STARTING_SECONDS) and ours.recv() == "ready"
+        except EOFError:
+            raise ProbeError(f"a worker process ended while it started, with exit code {self.kill()}") from None
+        if not ready:
             self.kill()
             raise ProbeError(f"a worker process did not start within {_STARTING_SECONDS:g} s")
         return ours
 
 
-def _work(pipe: Connection) -> None:
+def _work(pipe: Connection, initializer: Callable[[], None] | None) -> None:
     """The process: one call after the other until the pipe closes."""
+    if initializer is not None:
+        initializer()
     pipe.send("ready")
     while True:
         try:

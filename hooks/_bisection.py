@@ -39,6 +39,7 @@ from ampdebug.hooks._goodness import (
     default_probe,
 )
 from ampdebug.hooks._remote import BackendSpec, RemotePredicate
+from ampdebug.hooks._state import operator_by_operator
 
 
 def bisect(
@@ -207,7 +208,9 @@ def bisect(
             f"workers={workers}: the task cannot be sent to another process ({error}). Define its functions at the top "
             "of a module, or give the whole by name, as 'train.py:workload'"
         ) from error
-    with WorkerExecutor(workers, timeout=timeout, replace_after=(RuntimeError,)) as own:
+    with WorkerExecutor(
+        workers, timeout=timeout, replace_after=(RuntimeError,), initializer=operator_by_operator
+    ) as own:
         return stored(search(executor=own, workers=workers, failures=failures, predicate_of=remote))
 
 
@@ -226,6 +229,7 @@ def bisect_target(target: str, **options: Any) -> BisectResult:
     Raises:
         AmpdebugError: As ``bisect``, and also where the user's own code raised; its traceback went to stderr.
     """
+    operator_by_operator()
     load_made(target)
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     found: BisectResult = executed(functools.partial(bisect, target, **options), target)

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, nn, value_and_grad
 from mindspore import dtype as mstype
 
-from ampdebug._bisect_result import Check
+from ampdebug._bisect_result import DETERMINISTIC, Check
 from ampdebug._sites import OperatorSite
 from ampdebug.hooks._audit import unseen_operators
 from ampdebug.hooks._operators import known_paths, record_operators
@@ -132,7 +132,7 @@ def run_checks(
 
     checks = [
         Check(
-            "deterministic",
+            DETERMINISTIC,
             True if steady == 0 else None,
             "outputs and gradients repeat bitwise" if steady == 0 else f"repetitions differ by {steady:.2g} relative",
         ),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from ampdebug._bisect import Criterion, bisect_backend
-from ampdebug._bisect_result import Check, Unit
+from ampdebug._bisect_result import DETERMINISTIC, Check, Unit
 from ampdebug._errors import AmpdebugError, ArgumentError, FormatError
 from ampdebug._journal import Outcome
 from ampdebug._search import Progress
@@ -50,6 +50,7 @@ class FakeBackend:
     network: str = "net-1"
     asked: list[frozenset[str]] = field(default_factory=list)
     calls: int = 0
+    repeats: bool | None = None
 
     def record(self) -> Sequence[Unit]:
         return [
@@ -61,7 +62,10 @@ class FakeBackend:
         return ["tail is compiled"]
 
     def checks(self) -> Sequence[Check]:
-        return [Check("protecting nothing changes nothing", self.broken, "1e-3 relative")]
+        return [
+            Check(DETERMINISTIC, self.repeats, "outputs and gradients repeat bitwise"),
+            Check("protecting nothing changes nothing", self.broken, "1e-3 relative"),
+        ]
 
     def value(self, kept: frozenset[str]) -> float | bool:
         self.calls += 1
@@ -104,6 +108,24 @@ def test_the_culprits_are_found_in_ranking_order_and_verified() -> None:
     assert result.low == pytest.approx(0.5)
     assert (result.reference, result.noise) == (0.9, 0.0)
     assert result.probes <= result.bound
+
+
+@pytest.mark.parametrize(
+    ("repeats", "wobble", "reference", "ends"),
+    [
+        (True, (0.0,), 0.9, 3),
+        (True, (0.0, 1e-9), 0.9, 4),  # the evaluation draws something of its own
+        (None, (0.0,), 0.9, 4),
+        (True, (0.0,), True, 4),  # two times True shows little
+    ],
+)
+def test_the_level_is_measured_once_where_nothing_can_differ(
+    repeats: bool | None, wobble: tuple[float, ...], reference: float | bool, ends: int
+) -> None:
+    backend = FakeBackend({"Exp": 0.3}, wobble=wobble, reference=reference, repeats=repeats)
+    result = bisect_backend(backend, repeats=1)
+    assert result.status == "found"
+    assert backend.calls == ends + result.probes
 
 
 def test_what_does_not_matter_within_the_tolerance_stays_low() -> None:

@@ -44,6 +44,14 @@ def unpicklable() -> Any:
     return threading.Lock()
 
 
+def mark() -> None:
+    os.environ["AMPDEBUG_MARK"] = "1"
+
+
+def marked() -> str | None:
+    return os.environ.get("AMPDEBUG_MARK")
+
+
 def test_a_process_is_kept_between_calls_and_is_not_ours() -> None:
     with WorkerExecutor() as executor:
         ids = {executor.submit(process_id).result() for _ in range(3)}
@@ -71,6 +79,22 @@ def test_a_call_that_hangs_is_ended() -> None:
         assert executor.submit(process_id).result() != child
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+def test_each_process_is_prepared_first() -> None:
+    with WorkerExecutor(initializer=mark) as executor:
+        assert executor.submit(marked).result() == "1"
+        with pytest.raises(ProbeError):
+            executor.submit(leave, 7).result()
+        assert executor.submit(marked).result() == "1", "the one that took its place, too"
+    assert marked() is None
+    message = "ended while it started, with exit code 3"
+    with WorkerExecutor(initializer=hang_up) as executor, pytest.raises(ProbeError, match=message):
+        executor.submit(marked).result()
+
+
+def hang_up() -> None:
+    os._exit(3)
 
 
 class Elsewhere:
