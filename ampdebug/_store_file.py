@@ -19,6 +19,14 @@ _PAGE_SIZE = 8192
 _CHECKPOINT_PAGES = 2000
 
 
+_TRIES = 8
+"""How often a file that exists is found unlocked before it is taken for nobody's.
+
+A writer lets go of the lock for some microseconds after each step; for longer, where other threads or programs keep it
+from running on. Tries a while apart don't all fall into such gaps; one that does is short, and the writer waits for it.
+"""
+
+
 class StoreFile:
     """A run file open for writing.
 
@@ -42,6 +50,7 @@ class StoreFile:
         self._closed: str | None = None
         self._process = os.getpid()
         self._pending = False
+        tries = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Exclusive creation: of two processes that start at once, one gets the file and the other the error.
@@ -54,20 +63,19 @@ class StoreFile:
                     f"{path} already holds a run; choose another directory, delete the file, or pass append=True to "
                     "continue that run"
                 ) from error
+            tries = _TRIES
         except OSError as error:
             raise StoreError(f"cannot create {path}: {error}") from error
-        self._connection = self._open(rank)
+        self._connection = self._open(rank, tries)
         stat = os.stat(path)
         self._identity = (stat.st_dev, stat.st_ino)
 
-    def _open(self, rank: int) -> sqlite3.Connection:
+    def _open(self, rank: int, tries: int) -> sqlite3.Connection:
         connection: sqlite3.Connection | None = None
         try:
             connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
             connection.execute(f"PRAGMA page_size = {_PAGE_SIZE}")
-            # A writer lets go of the lock for some microseconds after each step. Three tries a while apart can't all
-            # fall into such a gap; one that does is short, and the writer waits for it.
-            for _ in range(3):
+            for _ in range(tries):
                 connection.execute("BEGIN IMMEDIATE")
                 connection.execute("ROLLBACK")
                 time.sleep(0.01)
