@@ -160,15 +160,16 @@ def diagnose(
     """
     with ExitStack() as opened:
         history, coverage = _open(source, opened, format=format, pattern=pattern, progress=progress)
-        if not history.totals.records and not history.marks and "run" not in history.facts:
+        ranks = history.facts.get("ranks")
+        findings = judge_ranks(ranks) if isinstance(ranks, RankLogs) else judge(history)
+        # An error message alone may tell all; a line about a checkpoint does not mean that nothing is wrong.
+        if not history.totals.records and not findings and "run" not in history.facts:
             raise FormatError(
                 f"{history.name or 'the source'} holds no line of a training step that is known here"
                 + (f" ({coverage.lines} lines were read)" if coverage is not None else "")
                 + "; name its layout with pattern=r'... (?P<step>\\d+) ... (?P<loss>\\S+) ...', or feed "
                 "ampdebug.Trace from the loop"
             )
-        ranks = history.facts.get("ranks")
-        findings = judge_ranks(ranks) if isinstance(ranks, RankLogs) else judge(history)
         looked, unknown = _looked_at(history, coverage), _unknown(history, coverage)
         if isinstance(ranks, RankLogs):
             looked = (*describe(ranks), *looked)

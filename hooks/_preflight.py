@@ -241,6 +241,6 @@ def _unknown(step: Step) -> tuple[str, ...]:
     result = []
     if not step.outcome.exact_outputs:
         result.append("The float32 run of the same step could not be made, so nothing is said about differences to it.")
-    if not step.outcome.real_loss:
+    if not step.outcome.real_loss and not step.failure:
         result.append("No loss was given, so sizes of gradients are not judged.")
     return tuple(result)

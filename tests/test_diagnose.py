@@ -241,6 +241,7 @@ def test_standard_input_and_exit_of_a_process() -> None:
     ("content", "message"),
     [
         (b"", "holds no line of a training step"),
+        (b"saving checkpoint to out/a.ckpt\nlayout unknown: 1 2.3\n", "holds no line of a training step"),
         (b"hello\nworld\n", r"2 lines were read.*pattern="),
     ],
 )

@@ -34,6 +34,7 @@ class Assembler:
         self.formats: dict[str, int] = {}
         self._numbering = Numbering()
         self._step = 0
+        self._bad_step = 0  # the last one with a loss that is not finite
         self._recent = Recent(self._of_counted)
         self._main_rank: int | None = None
         self._one_rank = True
@@ -67,6 +68,8 @@ class Assembler:
         if row.name == "deepspeed":
             self._deepspeed(fields, line, text)
             return
+        if row.repeats and fields.get("step", fields.get("epoch_step")) == 0:
+            return  # a bar at "0/100" is drawn before the first step: a loss in it is that of the steps before
         number, exact = self._numbering.of(row, fields, self._step)
         if not exact and self._numbering.counts_lines:
             history.counts_lines = True
@@ -131,6 +134,8 @@ class Assembler:
 
     def _add(self, record: Record) -> None:
         step = record.step
+        if step.loss is not None and step.loss - step.loss != 0.0:
+            self._bad_step = step.step
         scale = step.loss_scale if step.loss_scale is not None else step.loss_scale_after
         if scale is not None and scale != self._scale:
             self._scale, self._scale_text = scale, _UNSEEN
@@ -252,8 +257,24 @@ class Assembler:
             self._add(
                 Record(Step(self._step, fields["epoch"], fields["epoch_step"], float("nan")), line, text[:TEXT_LIMIT])
             )
+        elif kind in ("stopped-on-nan", "stopped-on-nan-gradient"):
+            self._stopped(kind, fields, line, text)
         detail = str(fields.get("text", ""))
         history.mark(Mark(kind, self._step, line, text[:TEXT_LIMIT], history.totals.records, detail))
+
+    def _stopped(self, kind: str, fields: Fields, line: int, text: bytes) -> None:
+        """The last words of a program are all there is of its last step, unless its line was printed before."""
+        if self._bad_step == self._step and self._step:
+            return  # the line is there, or another process said it
+        number = max(fields.get("step", 0), self._step + 1)
+        step = Step(number)
+        if kind == "stopped-on-nan":
+            step.loss = float("nan")
+        else:
+            step.overflow = step.update_skipped = True
+        self._hand_over()
+        self._step = self._bad_step = number
+        self._add(Record(step, line, text[:TEXT_LIMIT]))
 
     def finish(self) -> History:
         """Overflow messages still waiting for their step line are taken as they are."""

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from ampdebug.logs._source import LINE_LIMIT, Block
 
 _BEGIN = re.compile(rb"\s*(?:\{\s*\n|\[\s*\{|\[\s*\n)")
+_MORE = re.compile(rb"^[ \t]*[\]}][ \t]*\n\s*(?=[^\s\[\]{},]|\[[^\s\[\]{])", re.MULTILINE)
+"""The document has ended, and text follows."""
+
 _OBJECT = re.compile(rb"\{[^{}]{1,%d}\}" % LINE_LIMIT)
 
 
@@ -24,8 +27,8 @@ class Documents:
         self._line = 1
 
     def look(self, head: bytes) -> None:
-        """Decide by the first bytes of the log."""
-        self.found = _BEGIN.match(head) is not None
+        """Decide by the first bytes of the log: a configuration printed as JSON, then other lines, is none."""
+        self.found = _BEGIN.match(head) is not None and _MORE.search(head) is None
 
     def lines(self, block: Block) -> Iterator[Block]:
         """The objects of a block, each with the number of the line it begins on."""

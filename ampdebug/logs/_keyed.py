@@ -13,19 +13,35 @@ from ampdebug.logs._keys import Pair, fields_of, is_evaluation
 GENERIC_LIMIT = 1024
 """Longest line that the catch-all format is tried on."""
 
+# In "loss nan lr 0.1" the second word is a value, not a part of the key "loss nan lr".
 PAIR = re.compile(
-    rb"(?<![A-Za-z0-9_./])([A-Za-z_][A-Za-z0-9_]{0,40}(?:[ \-./][A-Za-z_][A-Za-z0-9_]{0,40}){0,3})['\"]?\s{0,3}"
+    rb"(?<![A-Za-z0-9_./])([A-Za-z_][A-Za-z0-9_]{0,40}(?:[ \-./](?!(?i:nan|inf|infinity)\b)[A-Za-z_][A-Za-z0-9_]{0,40})"
+    rb"{0,3})['\"]?\s{0,3}"
     rb"(?:is |[:=|])?\s{0,8}[\[('\"]{0,2}\s{0,8}(" + NUMBER + rb"|[Tt]rue\b|[Ff]alse\b)"
     rb"(?:,(\d{1,8})(?=\s|$))?(?![A-Za-z_])['\"\])]{0,2}(?: {0,2}/ {0,6}(\d{1,12}))?"
 )
 COUNTER = re.compile(rb"(?:^|[\s\]])\[? {0,8}(\d{1,12}) {0,2}/ {0,6}(\d{1,12})(?: {0,2}\( {0,3}\d+%\))?[\]\s,:]")
-TENSOR = re.compile(rb"[Tt]ensor\((?:[^()]{0,80}?value= ?)?\[?\s{0,4}(" + NUMBER + rb")[^()]{0,120}(?:\([^()]*\))?\)")
+TENSOR = re.compile(
+    rb"\b(?:[Tt]ensor|array|(?:[a-z]{2,5}\.)?(?:b?float|double)\d{0,2})\((?:[^()]{0,80}?value= ?)?\[?\s{0,4}("
+    + NUMBER
+    + rb")[^()]{0,120}(?:\([^()]*\))?\)"
+)
+"""A number as a tensor, an array or a scalar of a certain dtype prints itself."""
+
+_WINDOWS = (
+    (re.compile(rb"(?<![\w.])-?\d\.#(?:QNAN|SNAN|IND)\d*"), b"nan"),
+    (re.compile(rb"(?<=\d)\.#INF\d*"), b"e999"),
+)
+"""NaN and infinity as old C libraries of Windows print them: ``1.#QNAN``, ``-1.#INF00``."""
 
 
 def line_pairs(line: bytes) -> Iterator[Pair]:
     """``(key, value, total)`` of every pair in a line of any notation."""
-    if b"ensor(" in line:
+    if b"(" in line:
         line = TENSOR.sub(rb"\1", line)
+    if b".#" in line:
+        for pattern, plain in _WINDOWS:
+            line = pattern.sub(plain, line)
     comma = b"." not in line  # a decimal comma, where no number of the line has a point
     for key, text, rest, total in PAIR.findall(line):
         value: Any

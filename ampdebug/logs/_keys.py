@@ -42,7 +42,10 @@ _MEANING: dict[str, tuple[str, int]] = {
     spelling: (meaning, place) for meaning, names in _SPELLINGS.items() for place, spelling in enumerate(names)
 }
 _WORDS_BEFORE = frozenset(
-    ("train", "training", "the", "current", "cur", "info", "debug", "and", "at", "done", "for", "completed")
+    (
+        *("train", "training", "the", "current", "cur", "info", "debug", "and", "at", "done", "for", "completed"),
+        *("trainer", "root", "main", "stdout", "stderr", "f", "p"),  # loggers; "stdout F" is of a container's log
+    )
 )
 _EVALUATION = frozenset(("val", "valid", "validation", "eval", "evaluation", "test", "dev", "best"))
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+|[0-9]+")

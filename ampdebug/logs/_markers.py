@@ -18,6 +18,7 @@ MarkerKind = Literal[
     "scale-floor",
     "zero-division",
     "stopped-on-nan",
+    "stopped-on-nan-gradient",
     "range-error",
     "resume",
     "load",
@@ -183,6 +184,48 @@ MARKERS: tuple[Marker, ...] = (
         fields=_DROPPED,
     ),
     Marker(
+        "overflow-between",
+        b"verflow",
+        rx(
+            rb"(?i)^(?!.{0,400}(?:loss scaler \d|attempted loss scale|overflow, skipping update|scale adjust"
+            rb"|setting (?:loss )?scale)).*?"
+            rb"\b(?:found overflow|grad(?:ient)?s? overflow(?:ed|s)?|overflow(?:ed)?(?: (?:detected|occur\w*|found))?)"
+            rb"[,.;:!]? {1,2}(?:so |and )?(?:skip|ignor|drop)(?:ping|ped|s)?\b(?! *[=:])"
+            rb"|\boverflow occurs, please check"
+        ),
+        (
+            "[04/22/23 15:38:12] INFO     colossalai - colossalai - INFO: Found overflow. Skip step",
+            "overflow detected, skip update",
+            "[WARNING] gradient overflow, skip step",
+            "Overflow occurs, please check it.",
+        ),
+        not_samples=(
+            "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0",
+            "Gradient overflow, skipping update",
+            "OVERFLOW! Skipping step. Attempted loss scale: 131072.0",
+            "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 32768",
+            "overflow detected, ignoring gradient, setting loss scale to: 65536.0",
+            "2024-03-05 09:33:51,047 [WARNING] overflow, drop step, loss scale adjust to 512.0",
+            "overflow_skip: True",
+        ),
+        per_process=True,
+        fields=_DROPPED,
+    ),
+    Marker(
+        "overflow-between",
+        b"kip",
+        rx(
+            rb"(?i)\b(?:nan|inf|non-?finite)s?(?: (?:or|and) (?:nan|inf)s?)? (?:values? )?"
+            rb"(?:(?:was |were )?(?:found|detected) )?in (?:the )?grad\w*[,.;:]? (?:so )?skip(?:ping|ped)?\b"
+        ),
+        (
+            "warning: found NaN or Inf in gradients, skipping step",
+            "Found inf or nan in gradients, skipping optimizer step",
+        ),
+        per_process=True,
+        fields=_DROPPED,
+    ),
+    Marker(
         "never-stepped",
         b"is less than 1",
         rx(rb"global_step` of optimizer is less than 1"),
@@ -217,12 +260,43 @@ MARKERS: tuple[Marker, ...] = (
     ),
     Marker(
         "stopped-on-nan",
-        b"nan",
+        b"oss",
         rx(
-            rb"(?i:error|exception): .{0,80}?(?i:loss (?:is|became|diverged.{0,20}) nan|nan (?:loss|in loss|detected "
-            rb"in loss))"
+            rb"(?i)(?:(?:error|exception): (?!In epoch: ).{0,80}?(?:\bloss (?:is|became|diverged.{0,20}) (?:nan|inf)"
+            rb"|nan (?:loss|in loss|detected in loss)|\bnan in local forward loss)"
+            rb"|\bloss (?:is|became|was) (?:infinite|non-?finite|nan|inf)\b(?! or inf, training process).{0,40}"
+            rb"(?:\bstop|\babort|\bexit|\bterminat|\bat iteration)"
+            rb"|\bloss returned in `training_step` is (?:nan|inf)|\binvalid loss, terminating"
+            rb"|\bnan (?:or inf )?(?:loss|detected in (?:the )?loss)\b.{0,20}(?:\bstop|\babort|\bexit|\bterminat))"
+            rb"(?:.{0,20}\bat iteration[= ]+(?P<step>\d{1,12}))?"
         ),
-        ("RuntimeError: loss is nan, stopping training", "Exception: NaN loss encountered nan in loss"),
+        (
+            "RuntimeError: loss is nan, stopping training",
+            "Exception: NaN loss encountered nan in loss",
+            "Loss is nan, stopping training",
+            "FloatingPointError: Loss became infinite or NaN at iteration=612!",
+            "ValueError: The loss returned in `training_step` is nan.",
+            "Batch 5: Invalid loss, terminating training",
+            "AssertionError: Rank 0: found NaN in local forward loss calculation. Device: 0, node: host",
+        ),
+        not_samples=(
+            "stop_on_nan: the training is ended when the loss is nan",
+            "early stopping when loss is not falling",
+        ),
+    ),
+    Marker(
+        "stopped-on-nan-gradient",
+        b"rror",
+        rx(
+            rb"(?i)error: .{0,60}?(?:found nan in local grad norm|gradients are (?:nan|inf)"
+            rb"|(?P<text>Function '\w{1,80}' returned nan values))"
+        ),
+        (
+            "AssertionError: Rank 3: found NaN in local grad norm in backwards pass. Device: 3, node: host",
+            "RuntimeError: Function 'SoftmaxBackward0' returned nan values in its 0th output.",
+            "FloatingPointError: gradients are Nan/Inf",
+        ),
+        not_samples=("RuntimeError: Function 'SoftmaxBackward0' returned an invalid gradient",),
     ),
     Marker(
         "range-error",

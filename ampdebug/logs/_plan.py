@@ -158,7 +158,7 @@ def _without_tensors(line: bytes) -> tuple[bytes, list[tuple[int, int]]]:
 
 def _keyed_plan(line: bytes) -> Plan | None:
     text, shifts = line, [(0, 0)]
-    if b"ensor(" in line:
+    if b"(" in line:
         text, shifts = _without_tensors(line)
 
     def back(span: tuple[int, int]) -> tuple[int, int]:

@@ -127,6 +127,15 @@ FRAMEWORK_FORMATS: tuple[LogFormat, ...] = (
         traps=("The loss is the mean since the start of the epoch and stays NaN until its end.",),
     ),
     LogFormat(
+        name="tacotron2",
+        tool="Tacotron 2 and its descendants",
+        trigger=b" Grad Norm ",
+        pattern=rx(rb"Train loss (?P<step>\d+) (?P<loss><N>) Grad Norm (?P<grad_norm><N>)"),
+        sample=("Train loss 6312 0.451234 Grad Norm 0.312345 1.95s/it",),
+        steps_from=0,
+        loss_decimals=6,
+    ),
+    LogFormat(
         name="tensorflow",
         tool="TensorFlow Estimator, LoggingTensorHook",
         trigger=b", step = ",

@@ -48,6 +48,7 @@ RULES: tuple[Rule, ...] = (
     cells.level_converted_nothing,
     cells.float32_leak,
     nan.nan_from_first_step_after_resume,
+    silent.loss_pinned,
     divergence.divergence,
     nan.update_applied_on_overflow,
     nan.nan_updates_not_skipped,
@@ -75,6 +76,7 @@ RULES: tuple[Rule, ...] = (
     cells.norm_in_float16,
     nan.nan_in_some_steps,
     nan.nan_unexplained,
+    nan.gradients_nan_stopped,
     divergence.spike_recovered,
 )
 """In the order in which equally severe findings are reported: what explains more comes first."""

@@ -9,8 +9,8 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 
+from ampdebug.rules._climb import climb
 from ampdebug.rules._history import History, Mark, Record
 
 
@@ -19,11 +19,6 @@ def octaves(high: float, low: float) -> float:
     if low <= 0 or high <= 0:
         return math.inf if high > 0 else 0.0
     return math.log2(high) - math.log2(low)
-
-
-def median_filter(values: Sequence[float], width: int = 5) -> list[float]:
-    """Running median over the last ``width`` values."""
-    return [statistics.median(values[max(0, place - width + 1) : place + 1]) for place in range(len(values))]
 
 
 def by_segment(records: Sequence[Record]) -> dict[int, list[Record]]:
@@ -132,9 +127,14 @@ class Facts:
     @cached_property
     def resume_before_onset(self) -> Mark | Record | None:
         """The resume or load after which every loss was non-finite, as the line or the first record of the segment."""
-        onset = self.onset
-        if onset is None or self.before:
+        onset, good = self.onset, self.last_good
+        if onset is None:
             return None
+        if good is not None:
+            # The step numbers go on, but a checkpoint was loaded just between the last finite loss and the first NaN,
+            # and nowhere else: evaluations load checkpoints again and again.
+            loads = [m for m in self.marks("load") if m.step > 0 and m.line < onset.line]
+            return loads[-1] if loads and all(m.line > good.line for m in loads) else None
         # Weights are also loaded for a fine-tuning that begins at step 1; in the middle of a training it is a resume.
         begun = (self.history.totals.first_step or 1) > 2 * self.interval
         kinds = ("resume", "load") if begun or onset.segment > 0 else ("resume",)
@@ -147,50 +147,10 @@ class Facts:
     def rising(self) -> tuple[Record, float, float] | None:
         """Where a climb of the loss began that leads up to the onset or the end: the record, its level, the last level.
 
-        Levels are running medians, so that a single spike or the noise of single batches is no climb.
+        See ``climb``.
         """
-        series = self.before
-        if len(series) < 8:
-            return None
-        values = [float(r.step.loss or 0.0) for r in series]
-        smooth = median_filter(values, 5 if len(values) >= 20 else 3)
-        # The last values count more than a median of five lets them: the climb may be short in a coarse log.
-        end = max(smooth[-1], statistics.median(values[-3:]))
-        low_at = min(range(len(smooth)), key=smooth.__getitem__)
-        # The most recent place that is as low as the lowest (the climb starts at its end, not at its beginning).
-        low = smooth[low_at]
-        # Noise is measured before the climb: in it, every step is large.
-        calm = smooth[: max(low_at + 1, 4)]
-        noise = statistics.median(abs(b - a) for a, b in pairwise(calm))
-        for place in range(len(smooth) - 1, low_at, -1):
-            if smooth[place] <= low + 2 * noise:
-                low_at = place
-                break
-        climb = smooth[low_at:]
-        if len(climb) < 4:
-            return None
-        raw = values[max(low_at - 2, 0) :]
-        spread = statistics.median(abs(v - s) for v, s in zip(values[: low_at + 4], smooth, strict=False))
-        rise = end - low
-        if rise <= max(6 * spread, 6 * noise if self.onset is None else 3 * noise):
-            return None
-        factor = end / low if low > 0 else math.inf
-        first = statistics.median(values[:5])
-        ups = sum(b > a for a, b in pairwise(climb)) / (len(climb) - 1)
-        if self.onset is not None:
-            enough = factor >= 1.5 and ups >= 0.5
-        else:
-            enough = (factor >= 3.0 and end > 2.0 * first and ups >= 0.5) or self._lost(smooth, first, low, end)
-        if not enough or raw[-1] < low + 0.5 * rise:
-            return None
-        return series[low_at], low, end
-
-    def _lost(self, smooth: list[float], first: float, low: float, end: float) -> bool:
-        """What had been learnt is gone for good: the loss is back near its first level, and stays there."""
-        if low <= 0 or first < 1.5 * low or end < 1.8 * low or end - low < 0.45 * (first - low):
-            return False
-        tail = smooth[-max(10, len(smooth) // 20) :]
-        return len(smooth) >= 40 and min(tail) > low + 0.5 * (end - low)
+        found = climb([float(r.step.loss or 0.0) for r in self.before], before_nan=self.onset is not None)
+        return None if found is None else (self.before[found[0]], *found[1:])
 
     # --- overflow and scale ---
 
@@ -339,7 +299,12 @@ class Facts:
         if self.history.facts.get("counts_skipped"):
             return True
         known = [r for r in self.overflows if not r.between]
-        return any(r.step.step % self.interval not in (0, 1) for r in known)
+        # Where an epoch is no multiple of the interval, the lines keep it within the epoch.
+        return any(
+            r.step.step % self.interval not in (0, 1)
+            and (r.step.epoch_step is None or r.step.epoch_step % self.interval not in (0, 1))
+            for r in known
+        )
 
     def scale_before(self, record: Record) -> float | None:
         """The last known scale before a record, in its segment."""

@@ -279,6 +279,42 @@ def _is_residual(flow: Flow, operator: Operator) -> bool:
     )
 
 
+_LOGARITHMS = ("log", "log2", "log10")
+
+
+def _domain_left(flow: Flow, birth: Birth) -> Cause | None:
+    """A root, logarithm, arc or quotient of a number that is only in 16 bits 0, negative or beyond 1."""
+    origin = birth.origin
+    out, kind = origin.out, origin.kind
+    given = [o.stats for o in origin.tensors if o.stats is not None]
+    if origin.dtype not in ("float16", "bfloat16") or out is None or not given or flow.exact_nonfinite is not False:
+        return None
+    operand = given[-1] if kind == "div" else given[0]
+    apart = f"or {keep_wide(origin)}; what makes its operand must be in float32 too"
+    if kind in ("sqrt", "rsqrt", "pow", *_LOGARITHMS) and operand.min < 0 and out.nan:
+        value, how = (
+            f"{operand.min:.4g}",
+            "a difference of nearly equal numbers (a variance as E[x*x] - E[x]**2) rounds below 0",
+        )
+        action = f"Take a variance as the mean of (x - mean)**2, clip at 0 first, {apart}."
+    elif kind in ("acos", "asin", "arccos", "arcsin", "atanh") and operand.absmax > 1 and out.nan:
+        value, how = f"{operand.absmax:.4g}", "a cosine rounds beyond 1"
+        action = f"Clip to -1..1 first, {apart}."
+    elif kind in ("rsqrt", "reciprocal", "div", *_LOGARITHMS) and operand.zeros and out.nonfinite:
+        value, how = f"0 ({operand.zeros} times)", f"a number close to 0 is 0 in {origin.dtype}"
+        action = f"Use log_softmax or the with-logits form of the loss for log(softmax) or log(sigmoid), {apart}."
+    else:
+        return None
+    return Cause(
+        "domain-left-by-rounding",
+        f"{origin.place} gets {value} and gives {counted(out)}; with every operator in float32 the result is finite: "
+        f"{how}.",
+        action,
+        origin,
+        "medium",
+    )
+
+
 def _cast(flow: Flow, birth: Birth) -> Cause | None:
     origin = birth.origin
     operand = next((o for o in origin.tensors if o.overflows_in(origin.dtype) and o.dtype != origin.dtype), None)
@@ -345,6 +381,7 @@ TESTS: tuple[Callable[[Flow, Birth], Cause | None], ...] = (
     _attention_scores,
     _reduction,
     _residual_stream,
+    _domain_left,
     _cast,
     _any_precision,
     _general,

@@ -20,6 +20,7 @@ FORWARD_CONSEQUENCES = (
     "softmax-row-fully-masked",
     "rmsnorm-square-overflow-output-zero",
     "nan-in-any-precision",
+    "domain-left-by-rounding",
 )
 
 

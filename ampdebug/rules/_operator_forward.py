@@ -38,7 +38,7 @@ def forward_births(flow: Flow) -> Iterator[Finding]:
             cause.sentence,
             severity="error",
             confidence=cause.confidence,
-            reason=_reason(cause.operator, birth),
+            reason=_reason(flow, cause.operator, birth),
             evidence=evidence + ([_swallowed(flow, birth)] if swallowed else []),
             action=cause.action,
             where=cause.operator.path,
@@ -59,10 +59,12 @@ def _harmful(flow: Flow, birth: Birth) -> bool:
     return flow.harmed or any(r.out is not None and r.out.nan for r in reached)
 
 
-def _reason(operator: Operator, birth: Birth) -> str:
+def _reason(flow: Flow, operator: Operator, birth: Birth) -> str:
     exact = operator.reference
     if exact is not None and not exact.nonfinite:
         return "the same operator on the same operands is finite in float32"
+    if exact is not None and flow.exact_nonfinite is False:
+        return "the operands were measured: float32 fails on them too, but makes other ones where every line is in it"
     if exact is not None:
         return "the operands were measured; float32 gives non-finite values too"
     if birth.operand is not None:

@@ -31,9 +31,9 @@ def nan_story(facts: Facts) -> Story:
     onset = facts.onset
     if onset is None:
         return "none"
+    if facts.resume_before_onset is not None:
+        return "resume"
     if not facts.before:
-        if facts.resume_before_onset is not None:
-            return "resume"
         if facts.dynamic and facts.falling and not facts.clean:
             return "overflow-from-start"
         started = facts.history.totals.first_step

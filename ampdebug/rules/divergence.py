@@ -6,7 +6,8 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from ampdebug.rules._facts import Facts, median_filter
+from ampdebug.rules._climb import median_filter
+from ampdebug.rules._facts import Facts
 from ampdebug.rules._finding import Finding, rows
 from ampdebug.rules._story import nan_story
 

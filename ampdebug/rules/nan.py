@@ -238,7 +238,7 @@ def nan_from_first_step_after_resume(facts: Facts) -> Iterator[Finding]:
     evidence: tuple[Evidence, ...] = ()
     if isinstance(source, Mark):
         evidence = (show_mark(source),)
-    earlier = [r for r in facts.losses if r.segment < facts.onset.segment]
+    earlier = facts.before or [r for r in facts.losses if r.segment < facts.onset.segment]
     yield Finding(
         "nan-from-first-step-after-resume",
         f"The very first loss after the checkpoint was loaded (step {first}) is NaN and all after it are: the "
@@ -336,10 +336,16 @@ def nan_permanent(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         "nan-permanent-params-corrupted",
         f"The loss is NaN from step {first}{_precise(facts)} to the end of the record, without any rise before it: NaN "
-        f"has reached the parameters or the normalisation statistics, and no batch recovers from that.{unknown}",
+        f"has reached the parameters or the normalisation statistics, and no batch recovers from that.{unknown}"
+        if count > 1
+        else f"The loss is NaN at step {first}, without any rise before it, and that ended the program: NaN had "
+        "reached the parameters or the normalisation statistics, or else the batch of this very step makes "
+        f"it.{unknown}",
         "error",
         "medium" if count >= 5 else "low",
-        f"{count} losses in a row are NaN over different batches; what made the first one is not in this log",
+        f"{count} losses in a row are NaN over different batches; what made the first one is not in this log"
+        if count > 1
+        else "one NaN is too little to tell spoilt parameters from a bad batch",
         first,
         last,
         _where(facts),
@@ -383,11 +389,9 @@ def nan_unexplained(facts: Facts) -> Iterator[Finding]:
     if facts.onset is not None:
         return
     bad = [r for r in facts.losses if r.bad_loss]
-    if not bad or not facts.losses:
+    if not bad or facts.losses[-1] is not bad[-1]:
         return
     stopped = facts.marks("stopped-on-nan")
-    if facts.losses[-1] is not bad[-1]:
-        return
     yield Finding(
         "loss-nan-cause-unknown",
         f"The last logged loss (step {bad[-1].step.step}) is NaN"
@@ -401,5 +405,33 @@ def nan_unexplained(facts: Facts) -> Iterator[Finding]:
         _components(bad[-1]),
         rows([*facts.losses[-3:]]),
         "Run on past this step with non-finite updates skipped, or run this batch again alone.",
+        _WATCH,
+    )
+
+
+def gradients_nan_stopped(facts: Facts) -> Iterator[Finding]:
+    """A check of the gradients ended the program, and the losses up to then are finite."""
+    marks = facts.marks("stopped-on-nan-gradient")
+    if not marks or facts.onset is not None:
+        return
+    ended = next((r for r in facts.overflows if r.line == marks[0].line), None)
+    losses = [r for r in facts.losses if not r.bad_loss]
+    if ended is None or len(losses) < len(facts.losses):
+        return
+    operator = marks[0].detail.removeprefix("Function ").partition(" ")[0].strip("'")
+    yield Finding(
+        "gradients-nan-cause-unknown",
+        f"The program ended after step {max(ended.step.step - 1, 0)} because gradients were NaN"
+        + (f", first in the backward pass of {operator}" if operator else "")
+        + "; the losses printed up to then are finite, so the backward pass or the loss of this very step made them.",
+        "error",
+        "medium",
+        "the error says so, and nothing that was printed before it is out of the ordinary",
+        ended.step.step,
+        ended.step.step,
+        operator,
+        (*rows(losses[-2:]), show_mark(marks[0])),
+        "Run this step again with its batch and look where the first non-finite gradient appears: sqrt, norm or pow at "
+        "0, log or division by 0, or a masked entry whose gradient is 0 * inf.",
         _WATCH,
     )

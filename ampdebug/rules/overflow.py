@@ -34,7 +34,7 @@ def _steps_of(chain: list[Record]) -> tuple[int, int]:
 
 def every_update_dropped(facts: Facts) -> Iterator[Finding]:
     """The optimizer never makes a step."""
-    reason, records, marks = "", [], []
+    reason, why, records, marks = "", "", [], []
     never = facts.marks("never-stepped")
     logged = facts.logged
     if len(never) >= 5 and logged and facts.history.mark_count("never-stepped") >= 0.8 * facts.history.totals.logged:
@@ -61,6 +61,12 @@ def every_update_dropped(facts: Facts) -> Iterator[Finding]:
         elif run := _static_tail(facts):
             reason = f"the last {len(run)} logged steps all overflowed, at one and the same loss scale"
             records = [run[0], run[1], run[-1]]
+        elif run := _norm_tail(facts):
+            reason = f"the gradient norm is not finite in the last {len(run)} logged steps, and the loss stays finite"
+            why = "in every logged step the gradients overflow, and the loss stays finite, so all updates are dropped."
+            if len({r.step.learning_rate for r in run} - {None}) == 1:
+                why += " The learning rate stands still, as it does when no update is made."
+            records = [run[0], run[1], run[-1]]
     story = nan_story(facts)
     if (
         not reason
@@ -81,10 +87,13 @@ def every_update_dropped(facts: Facts) -> Iterator[Finding]:
     first, last = records[0].step.step, records[-1].step.step
     scale = facts.scales[-1] if facts.scales else None
     fixed = f" (fixed at {power(scale)})" if scale is not None and facts.static else ""
+    why = (
+        why
+        or f"every step is judged as overflowed and dropped, and a fixed loss scale{fixed} cannot recover from that."
+    )
     yield Finding(
         "every-update-dropped",
-        f"No update was made from step {first} to {last}: every step is judged as overflowed and dropped, and a fixed "
-        f"loss scale{fixed} cannot recover from that.{stays}",
+        f"No update was made from step {first} to {last}: {why}{stays}",
         "error",
         "high",
         reason,
@@ -111,6 +120,20 @@ def _static_tail(facts: Facts) -> list[Record]:
         run.append(record)
     run.reverse()
     return run if len(run) >= 20 else []
+
+
+def _norm_tail(facts: Facts) -> list[Record]:
+    """The finite losses beside a norm that is not finite that the record ends with, where no scale is printed."""
+    if facts.scales or facts.onset is not None:
+        return []
+    run: list[Record] = []
+    for record in reversed(facts.logged):
+        norm = record.step.grad_norm
+        if norm is None or math.isfinite(norm) or record.bad_loss or record.step.loss in (None, 0.0):
+            break
+        run.append(record)
+    run.reverse()
+    return run if len(run) >= 20 or (len(run) == len(facts.logged) and len(run) >= 10) else []
 
 
 def overflow_at_every_scale(facts: Facts) -> Iterator[Finding]:
@@ -158,6 +181,8 @@ def _from_start(facts: Facts, chain: list[Record]) -> bool:
 
 def _range(facts: Facts, chain: list[Record]) -> tuple[float, float]:
     scales = [r.step.loss_scale for r in chain] + [r.step.loss_scale_after for r in chain]
+    # A message may leave out the scale that the lines around it print.
+    scales += [r.scale for r in facts.records[facts.place(chain[0]) : facts.place(chain[-1]) + 1] if not r.between]
     known = [s for s in scales if s is not None]
     before = facts.scale_before(chain[0])
     high = max([*known, before or 0.0]) if known or before else 0.0
@@ -258,7 +283,9 @@ def scale_oscillates(facts: Facts) -> Iterator[Finding]:
     else:
         share = count / span
     changes = sum(a != b for a, b in zip(facts.scales, facts.scales[1:], strict=False))
-    if share < 0.02 or (sampled and (share < 0.03 or changes < 8)):
+    # An overflow that leaves the scale as the line before printed it: it grew in between.
+    changes += 2 * sum(r.step.loss_scale is None and r.scale == facts.scale_before(r) for r in later[:100])
+    if share < 0.02 or (sampled and ((share < 0.03 and len(later) < 8) or changes < 8)):
         return
     scales = sorted({s for r in later for s in (r.scale,) if s is not None and s > 0})
     if not scales or scales[-1] <= 4.0:

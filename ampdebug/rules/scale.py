@@ -45,6 +45,8 @@ def never_grows(facts: Facts) -> Iterator[Finding]:
     longest = 1.05 * LONGEST_USUAL_WINDOW if low <= 16 else 2 * LONGEST_USUAL_WINDOW
     patience = max(3 * window, 200) if window is not None else longest
     # Where no growth was ever seen the scale must also be low enough to cost something.
+    if low <= 16 and window is None:
+        high = max(facts.scales)  # so low a scale is to be tried higher now and then, whatever worked before
     if clean < patience or (window is None and low > 128) or octaves(high, low) < 2:
         return
     yield Finding(
@@ -129,14 +131,19 @@ def headroom(facts: Facts) -> Iterator[Finding]:
 
 def below_one(facts: Facts) -> Iterator[Finding]:
     """The scaler works at a scale below 1."""
-    if facts.onset is not None or not facts.scales or facts.falling:
+    if facts.onset is not None or not facts.scales:
         return
-    low = [r for r in facts.scaled if r.scale is not None and 0 < r.scale < 1]
+    chain = facts.falling
+    if len(chain) >= 6 and chain[-1].step.step - chain[0].step.step <= 2 * len(chain):
+        return  # overflow in step after step is another matter
+    low = [r for r in facts.scaled if r.scale is not None and 0 <= r.scale < 1]
     if len(low) < 5 or facts.scales[-1] >= 1:
         return
+    lowest = min((r.scale for r in low if r.scale), default=0.0)
+    shown = f"lowest {lowest:g}" if lowest else "printed without decimals, as 0"
     yield Finding(
         "scale-below-one",
-        f"From step {low[0].step.step} on the loss scale is below 1 (lowest {min(r.scale for r in low if r.scale):g}): "
+        f"From step {low[0].step.step} on the loss scale is below 1 ({shown}): "
         "the loss is scaled down, which makes more gradients vanish, not fewer.",
         "warning",
         "medium",

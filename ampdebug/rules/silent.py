@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ampdebug.rules._birth_kinds import FLOAT16_MAX
 from ampdebug.rules._birth_operators import own_operators
 from ampdebug.rules._facts import Facts
 from ampdebug.rules._finding import Evidence, Finding, rows
@@ -52,6 +53,32 @@ def masked_row(facts: Facts) -> Iterator[Finding]:
             "float16), or put zeros where the whole row is masked.",
         )
         return
+
+
+def loss_pinned(facts: Facts) -> Iterator[Finding]:
+    """The loss is exactly the largest number of float16, again and again: a device that saturates instead of inf."""
+    pinned = [r for r in facts.losses if r.step.loss is not None and abs(r.step.loss) == FLOAT16_MAX]
+    if len(pinned) < 3:
+        return
+    before = [r for r in facts.losses if not r.bad_loss and facts.place(r) < facts.place(pinned[0])]
+    first, last = pinned[0].step.step, pinned[-1].step.step
+    yield Finding(
+        "values-pinned-at-fp16-max",
+        f"{len(pinned)} losses (first at step {first}) are exactly 65504, the largest number of float16: an overflow "
+        "is clipped to it and does not show as inf.",
+        "error",
+        "high",
+        "no loss comes out as this very number again and again by chance",
+        first,
+        last,
+        "",
+        rows([*before[-1:], *pinned[:2], pinned[-1]]),
+        "Compute the loss in float32 (cast what goes into the loss function), and find the layer whose values grow. On "
+        "Ascend MS_ASCEND_CHECK_OVERFLOW_MODE=INFNAN_MODE makes such overflows inf, so that the scaler sees them.",
+        "ampdebug.AMPMonitor or ampdebug.watch over these steps: it counts saturated values for each cell",
+        (),
+        ("divergence-learning-rate", "loss-spike-recovered", "forward-overflow-scale-independent"),
+    )
 
 
 def _gradients(view: RunView) -> list[SiteSummary]:

@@ -47,22 +47,35 @@ def not_restored(facts: Facts) -> Iterator[Finding]:
 
 
 def _unsaid_restart(facts: Facts) -> Finding | None:
-    """Nothing says that the program was started again, but the scale jumps to where it began: growth only doubles."""
+    """Nothing says that the program was started again, but the scale jumps to where it began: growth only doubles.
+
+    In a sparse log some of the halvings from there may be over by the next line.
+    """
     if not facts.scaled:
         return None
-    initial = _first_scale(facts.scaled[0])
-    for before, after in pairwise(facts.scaled):
+    scaled = facts.scaled
+    initial = _first_scale(scaled[0])
+    for place, (before, after) in enumerate(pairwise(scaled), 1):
         first = _first_scale(after)
-        if before.segment != after.segment or before.between or after.between or first is None or first != initial:
+        if before.segment != after.segment or before.between or after.between or first is None or initial is None:
             continue
         steps = after.step.step - before.step.step
         if not before.scale or steps > 2 * facts.interval or octaves(first, before.scale) < 4:
             continue
         at = after.step.step
         overflowed = [r for r in facts.overflows if at <= r.step.step <= at + 64 + 3 * facts.interval]
-        if len(overflowed) >= 2:
+        if first == initial and len(overflowed) >= 2:
             return _finding(facts, before, after, first, overflowed, as_new=True)
+        if 0 <= octaves(initial, first) <= min(3, steps) and _falls_back(scaled[place : place + 20], before.scale):
+            return _finding(facts, before, after, first, overflowed, as_new=first == initial)
     return None
+
+
+def _falls_back(records: list[Record], level: float) -> bool:
+    """The scale goes down to the old level again, or nearly, without a growth on the way."""
+    scales = [r.scale for r in records if r.scale is not None]
+    low = next((place for place, scale in enumerate(scales) if octaves(scale, level) <= 1), None)
+    return low is not None and all(b <= a for a, b in pairwise(scales[: low + 1]))
 
 
 def _first_scale(record: Record) -> float | None:

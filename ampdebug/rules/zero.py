@@ -11,6 +11,26 @@ from ampdebug.rules._finding import Finding, rows
 from ampdebug.rules._history import Record
 
 
+def _unit(values: list[float]) -> float:
+    """The last printed digit of numbers, as far as it can be told from them."""
+    if len(set(values)) < 4:
+        return 1e-6
+    return next(
+        (u for u in (0.1, 0.01, 1e-3, 1e-4, 1e-5) if all(abs(v / u - round(v / u)) < 1e-6 for v in values)), 1e-6
+    )
+
+
+def _away_from_zero(facts: Facts, series: list[Record]) -> bool:
+    """The losses that are not 0 are far from it, as those of a hinge (triplet, margin) are not."""
+    values = []
+    for record, after in zip(series, [*series[1:], None], strict=True):
+        # The last mean before the zeros may be one of which some of the losses were already left out.
+        partly = facts.history.filters_nan_loss and after is not None and after.step.loss == 0.0
+        if record.step.loss and not partly:
+            values.append(abs(record.step.loss))
+    return not values or min(values) >= 0.1 * statistics.median(values)
+
+
 def _sudden_zeros(facts: Facts) -> tuple[list[Record], list[Record]]:
     """Losses printed as exactly 0 that the level around them does not explain, and the others before them."""
     series = [r for r in facts.losses if not r.bad_loss]
@@ -22,11 +42,11 @@ def _sudden_zeros(facts: Facts) -> tuple[list[Record], list[Record]]:
     earlier = [abs(r.step.loss or 0.0) for r in others if facts.place(r) < first]
     near = earlier[-8:] if len(earlier) >= 3 else [abs(r.step.loss or 0.0) for r in others]
     decimals = facts.history.loss_decimals
-    smallest = 10.0**-decimals if decimals is not None else 1e-6
+    smallest = 10.0**-decimals if decimals is not None else _unit(near)
     # A loss that has come down to a few units of the last printed digit may round to 0 in good health.
     if statistics.median(near) < 50 * smallest:
         return [], others
-    return zeros, others
+    return (zeros, others) if _away_from_zero(facts, series) else ([], others)
 
 
 def nan_filtered(facts: Facts) -> Iterator[Finding]:
@@ -121,8 +141,8 @@ def zero_from_start(facts: Facts) -> Iterator[Finding]:
         return
     norms = [r.step.grad_norm for r in series if r.step.grad_norm is not None]
     bad = any(not math.isfinite(n) for n in norms)
-    if not bad and not facts.history.filters_nan_loss and any(n != 0.0 for n in norms):
-        return
+    if not bad and any(n != 0.0 for n in norms):
+        return  # gradients without a loss: that of GRPO is 0 by construction
     filtered = bad or (facts.history.filters_nan_loss and not norms)
     first, last = series[0].step.step, series[-1].step.step
     if filtered:

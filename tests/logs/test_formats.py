@@ -288,6 +288,7 @@ EXPECTED = {
     ("ultralytics", 1): {"epoch": 0, "epoch_step": 16, "epoch_steps": 16, "loss": 0.04325 + 0.05127 + 0.01872},
     ("keras", 0): {"epoch_step": 120, "epoch_steps": 1563, "loss": 2.3012},
     ("keras", 1): {"epoch_step": 120, "epoch_steps": 1563, "loss": 2.3012},
+    ("tacotron2", 0): {"step": 6312, "loss": 0.451234, "grad_norm": 0.312345},
     ("tensorflow", 0): {"step": 100, "loss": 2.3012},
     ("tensorflow", 1): {"step": 100, "loss": 2.3012},
     ("clu", 0): {"step": 100, "loss": 2.3012, "lr": 0.1},

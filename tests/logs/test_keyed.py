@@ -52,7 +52,16 @@ def read(text: str) -> History:
         ),
         ("step 9 loss tensor(2.5, device='cuda:0', grad_fn=<MeanBackward0>)", {"step": 9, "loss": 2.5}),
         ("step 9 loss Tensor(shape=[], dtype=Float32, value= 2.5)", {"step": 9, "loss": 2.5}),
+        ("step 9 loss np.float32(nan) lr 0.5", {"step": 9, "loss": math.nan, "lr": 0.5}),
+        ("step 9 loss array(2.5, dtype=float32) lr 0.5", {"step": 9, "loss": 2.5, "lr": 0.5}),
         ("iter 5: train loss 2.0, val loss 2.2", {"step": 5, "loss": 2.0}),
+        *(
+            (f"step 60 loss {word} lr 0.5", {"step": 60, "loss": value, "lr": 0.5})
+            for word, value in (
+                *((word, math.nan) for word in ("nan", "NaN", "NAN", "-nan", "nan.0", "1.#QNAN", "-1.#IND00")),
+                *((word, math.inf) for word in ("inf", "Infinity", "+inf", "1.#INF")),
+            )
+        ),
     ],
 )
 def test_any_notation(line: str, expected: dict[str, Any]) -> None:

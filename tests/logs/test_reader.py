@@ -283,6 +283,24 @@ def test_a_bar_drawn_again_counts_once_with_its_last_value() -> None:
     assert losses(history) == [(1, 0.5), (2, 0.4)]
 
 
+def test_a_bar_at_zero_is_no_step() -> None:
+    bar = "Steps: {:3d}%|####| {}/100 [00:05<2:01:07,  5.02s/it, lr=1e-5, step_loss={}]"
+    text = "".join("\r" + bar.format(step, step, 0.5 - step / 1000) for step in range(3))
+    history, _ = read_log(io.BytesIO(text.encode()))
+    assert [record.step.step for record in history.records] == [1, 2]
+
+
+def test_a_configuration_as_json_and_then_the_training() -> None:
+    config = '{\n  "loss_scale": "dynamic",\n  "steps": 1000\n}\n'
+    lines = "".join(f"[{step}/1000] loss={4 - step / 100} lr=1e-4\n" for step in range(1, 30))
+    history, _ = read_log(io.BytesIO((config + lines).encode()))
+    assert [record.step.step for record in history.records] == list(range(1, 30))
+    assert history.records[0].line == 5
+    several = "".join(f'{{\n  "step": {step},\n  "loss": 2.5\n}}\n' for step in range(1, 30))
+    history, _ = read_log(io.BytesIO(several.encode()))
+    assert [record.step.step for record in history.records] == list(range(1, 30))
+
+
 def test_a_message_on_the_line_of_a_bar() -> None:
     line = (
         "Steps:  25%|█    | 501/2000 [00:05<2:01:07,  5.02s/it, lr=1e-5, step_loss=0.5][2023-04-28 06:51:29,903] "

@@ -288,6 +288,39 @@ def pooling_by_mean() -> Made:
     return amp.auto_mixed_precision(Pooled(0.5, by_sum=False), "O2"), (x,)
 
 
+class Spread(nn.Cell):
+    """Divides by a standard deviation that is a difference of large numbers, or a mean of small squares."""
+
+    def __init__(self, *, by_difference: bool) -> None:
+        super().__init__()
+        self.dense, self.by_difference = dense(16, 64, 0.02, 1), by_difference
+
+    def construct(self, x: Any) -> Any:
+        z = self.dense(x) + 60
+        mean = z.mean(-1, keep_dims=True)
+        variance = (z * z).mean(-1, keep_dims=True) - mean**2
+        if not self.by_difference:
+            variance = ops.square(z - mean).mean(-1, keep_dims=True)
+        return (z - mean) / ops.sqrt(variance + 1e-4)
+
+
+@faulty("domain-left-by-rounding")
+def variance_by_a_difference() -> Made:
+    return amp.auto_mixed_precision(Spread(by_difference=True), "O3"), (normal(8, 16),)
+
+
+@healthy
+def variance_by_squares() -> Made:
+    return amp.auto_mixed_precision(Spread(by_difference=False), "O3"), (normal(8, 16),)
+
+
+@faulty("label-ge-num-classes")
+def ignored_label_of_which_the_loss_was_not_told() -> Made:
+    labels = integers(5, 2, 8, 8)
+    labels[0, 0] = 255
+    return amp.auto_mixed_precision(nn.Conv2d(3, 5, 3), "O2"), (normal(2, 3, 8, 8), labels), ops.cross_entropy
+
+
 class Block(nn.Cell):
     def __init__(self, gain: float) -> None:
         super().__init__()

@@ -441,3 +441,32 @@ def test_consequences_are_folded_under_their_cause() -> None:
     broken = variable(gradient=summarize(np.full(4, np.nan, F32)))
     found = judge_step(dataclasses.replace(step, variables=(broken,)))
     assert [f.slug for f in found] == ["mask-constant-overflows-fp16"]
+
+
+# --- rounded out of the domain ----------------------------------------------------------------------------------------
+
+
+def rounded_out(name: str, function: Any, value: float, exact: float, dtype: Any = F16) -> Step:
+    tape = Tape()
+    given = tape.input(np.asarray([0.5, value]), dtype=dtype)
+    with np.errstate(all="ignore"):
+        return tape.step(tape.call(name, function, given, dtype=dtype), function(np.asarray([0.5, exact])))
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "value", "exact", "word"),
+    [
+        ("sqrt", np.sqrt, -0.25, 0.01, "below 0"),
+        ("acos", np.arccos, 1.001, 1.0, "beyond 1"),
+        ("log", np.log, 0.0, 1e-9, "is 0 in float16"),
+    ],
+)
+def test_an_operand_that_rounding_took_out_of_the_domain(
+    name: str, function: Any, value: float, exact: float, word: str
+) -> None:
+    found = judge_step(rounded_out(name, function, value, exact))
+    assert [f.slug for f in found] == ["domain-left-by-rounding"]
+    assert word in found[0].sentence
+    # Out of the domain in float32 too, or in it: that is another matter.
+    assert slugs(rounded_out(name, function, value, value)) == ["nan-in-any-precision"]
+    assert slugs(rounded_out(name, function, 0.25, 0.25)) == []
