@@ -34,7 +34,7 @@ def pynative() -> None:
 # One that rounds; three that overflow together; one that flushes beside two that round.
 @pytest.mark.parametrize("number", [33, 37, pytest.param(38, marks=pytest.mark.slow)])
 def test_a_planted_set_is_found_exactly(number: int) -> None:
-    row = campaign.solve(*campaign.valid_case(number))
+    row = campaign.solve(*campaign.valid_case(number, steps=1))
     assert row.case.net == "mindcv vit"
     assert row.by_hand.holds
     assert row.found == row.case.expected
@@ -59,7 +59,7 @@ class Harmless(_faults.ScaledUpAndDown):
 
 
 def test_what_does_no_harm_is_no_planted_fault() -> None:
-    case = dataclasses.replace(campaign.case_of(33), faults={"blocks.0.mlp.fc1": Harmless})
+    case = dataclasses.replace(campaign.case_of(33, steps=1), faults={"blocks.0.mlp.fc1": Harmless})
     seen = campaign.by_hand(case)
     assert max(seen.without) < 0.01
     assert not seen.holds
