@@ -242,6 +242,7 @@ class Session(Listener):
         started = time.perf_counter()
         if sampled and self._capture is not None:
             self._collect(self._capture)
+            self._read_queued()
         after = read_scale(self.scale_source)
         rate = self._rate
         sorted_outputs = sort_outputs(outputs, scales=(self._scale, after), learning_rate=rate)
