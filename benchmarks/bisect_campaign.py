@@ -16,13 +16,13 @@ probes, recording, checks and ranking, is some steps whatever a probe is: ``--st
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -462,9 +462,10 @@ def main() -> int:
         parts = [part.split("-") for part in arguments.cases.split(",")]
         numbers = [number for first, *last in parts for number in range(int(first), int((last or [first])[0]) + 1)]
     rows = []
-    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as executor:
-        for done in as_completed([executor.submit(solved, number, arguments.steps) for number in numbers]):
-            rows.append(done.result())
+    # MindSpore keeps half a gigabyte of each case: a process for each.
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=1) as pool:
+        for row in pool.imap_unordered(functools.partial(solved, steps=arguments.steps), numbers):
+            rows.append(row)
             print(line(rows[-1]), f"{rows[-1].seconds:.0f} s", flush=True)
             arguments.out.write_text(report(sorted(rows, key=lambda row: row.case.number)), encoding="utf-8")
     return 0 if all(row.exact for row in rows) else 1
