@@ -236,12 +236,11 @@ def _measured(backend: PrecisionBackend, checks: Sequence[Check]) -> _Ends:
     that could make the evaluation under the level another one: one measurement of it is enough. True and False are too
     coarse to show that.
     """
-    reference = backend.measure_reference(), backend.measure_reference()
+    first, second = backend.measure_reference(), backend.measure_reference()
     plain = backend.measure_plain()
     repeats = any(check.name == DETERMINISTIC and check.passed for check in checks)
-    if repeats and reference[0] == reference[1] and not isinstance(reference[0], bool):
-        return _Ends(reference, (plain, plain))
-    return _Ends(reference, (plain, backend.measure_plain()))
+    once = repeats and first == second and not isinstance(first, bool)
+    return _Ends((first, second), (plain, plain if once else backend.measure_plain()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,29 +129,13 @@ def _replace() -> contextlib.ExitStack:
 
     @functools.wraps(compile_function)
     def compile_function_cleanly(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def once() -> tuple[Any, bool]:
-            with _taken_out_afterwards() as is_new:
-                phase = compile_function(self, *args, **kwargs)
-                return phase, is_new() and _tell(self._graph_executor, phase)
-
-        def forget(phase: str) -> None:
-            api.ms_compile_cache.discard(phase)
-            self._graph_executor.del_net_res(None, {phase})
-
-        return _until_settled(functools.partial(_slimmed, once, forget))
+        compile_now = functools.partial(compile_function, self, *args, **kwargs)
+        return _cleanly(compile_now, self._graph_executor, None, lambda phase: phase)
 
     @functools.wraps(compile_cell)
     def compile_cell_cleanly(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        def once() -> tuple[Any, bool]:
-            with _taken_out_afterwards() as is_new:
-                result = compile_cell(self, obj, *args, **kwargs)
-                return result, is_new() and _tell(self._graph_executor, result[0])
-
-        def forget(result: tuple[str, bool]) -> None:
-            obj.compile_cache.discard(result[0])
-            self._graph_executor.del_net_res(obj, {result[0]})
-
-        return _until_settled(functools.partial(_slimmed, once, forget))
+        compile_now = functools.partial(compile_cell, self, obj, *args, **kwargs)
+        return _cleanly(compile_now, self._graph_executor, obj, lambda result: result[0])
 
     @functools.wraps(clear_res)
     def clear_res_without_hooks(self: Any) -> Any:
@@ -175,6 +159,29 @@ def _replace() -> contextlib.ExitStack:
         stack.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, new)
     return stack
+
+
+def _cleanly(compile_now: Callable[[], Any], executor: Any, cell: Any, phase_of: Callable[[Any], str]) -> Any:
+    """Compiles with the probes in, which are taken out afterwards.
+
+    Args:
+        compile_now: MindSpore's own function, which may find the graph in its cache.
+        executor: MindSpore's executor, which holds the graph.
+        cell: The cell that is compiled, None for a function.
+        phase_of: The key of the graph, from what ``compile_now`` returns.
+    """
+
+    def once() -> tuple[Any, bool]:
+        with _taken_out_afterwards() as is_new:
+            result = compile_now()
+            return result, is_new() and _tell(executor, phase_of(result))
+
+    def forget(result: Any) -> None:
+        phase = phase_of(result)
+        (api.ms_compile_cache if cell is None else cell.compile_cache).discard(phase)
+        executor.del_net_res(cell, {phase})
+
+    return _until_settled(functools.partial(_slimmed, once, forget))
 
 
 def _until_settled(compile_once: Callable[[], Any]) -> Any:
