@@ -53,6 +53,15 @@ class Seen(NamedTuple):
     same: int | None = None
 
 
+class Update(NamedTuple):
+    """What a step did to one parameter: its name, the comparison of before and after, and its dtype and shape."""
+
+    name: str
+    stats: UpdateStats
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class StepRecorder:
     """Gathers the observations of one step after another.
 
@@ -149,10 +158,6 @@ class StepRecorder:
         """Some gradient of a parameter is not finite, before or after the reduction over ranks."""
         return self._judge().nonfinite_gradients
 
-    def calls(self, path: str) -> int:
-        """How many calls of a cell have ended in this step."""
-        return self._calls.get(path, 0)
-
     @_one_at_a_time
     def cell_call(
         self,
@@ -215,21 +220,22 @@ class StepRecorder:
         self._add("parameter", name, "", 0, "", seen)
 
     @_one_at_a_time
-    def update(self, name: str, stats: UpdateStats, dtype: str, shape: tuple[int, ...]) -> None:
-        """Takes what the step did to a parameter.
+    def updates(self, updates: Sequence[Update]) -> None:
+        """Takes what the step did to parameters.
 
         A row of kind ``update`` reads: ``count`` elements, ``zeros`` of them unchanged, ``flushed`` changed by less
         than half an ulp of the compute format, ``nan`` not finite before or after, ``rms`` of the change. Extremes
         and mean are not taken (NaN).
         """
-        row = self._add("update", name, "", 0, "", Seen(None, dtype, shape))
+        if not updates:
+            return
+        rows = [self._add("update", u.name, "", 0, "", Seen(None, u.dtype, u.shape)) for u in updates]
         target = self._table.rows  # no need to wait for those that are still being measured
-        target["count"][row] = stats.count
-        target["nan"][row] = stats.nonfinite
-        target["zeros"][row] = stats.count - stats.nonfinite - stats.changed
-        target["flushed"][row] = stats.below_half_ulp
-        finite = stats.count - stats.nonfinite
-        target["rms"][row] = stats.update_norm / np.sqrt(finite) if finite else np.nan
+        target["count"][rows] = [u.stats.count for u in updates]
+        target["nan"][rows] = [u.stats.nonfinite for u in updates]
+        target["zeros"][rows] = [u.stats.count - u.stats.nonfinite - u.stats.changed for u in updates]
+        target["flushed"][rows] = [u.stats.below_half_ulp for u in updates]
+        target["rms"][rows] = [u.stats.update_rms for u in updates]
 
     @_one_at_a_time
     def births(self, loss: float | None) -> tuple[Birth | None, Birth | None]:

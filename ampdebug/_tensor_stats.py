@@ -146,6 +146,12 @@ class UpdateStats:
             return self.update_norm / self.weight_norm
         return math.inf if self.update_norm else math.nan
 
+    @property
+    def update_rms(self) -> float:
+        """Root mean square of ``after - before`` over the finite elements; NaN where there is none."""
+        finite = self.count - self.nonfinite
+        return self.update_norm / math.sqrt(finite) if finite else math.nan
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and the ratio as plain Python values."""
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "ratio": self.ratio}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ampdebug._recorder import Seen, StepRecorder
+from ampdebug._recorder import Seen, StepRecorder, Update
 from ampdebug._records import DTYPES, Site
 from ampdebug._stats import measure_update
 
@@ -140,14 +140,29 @@ def test_update_rows_say_what_changed() -> None:
     rec = recorder(register)
     before = np.float32([1.0, 1.0, 1024.0, NAN, 2.0])
     after = np.float32([1.0, 1.5, 1024.25, 0.0, INF])
-    rec.update("w", measure_update(before, after, "float16"), "float32", (5,))
+    lost = np.float32([NAN, INF])
+    rec.updates(
+        [
+            Update("w", measure_update(before, after, "float16"), "float32", (5,)),
+            Update("lost", measure_update(lost, lost, "float16"), "float32", (2,)),
+        ]
+    )
     row = rec.table.rows[0]
     # of three finite ones: one unchanged, one moved, one moved by less than half an fp16 ulp (1 at 1024)
     assert (row["count"], row["nan"], row["zeros"], row["flushed"]) == (5, 2, 1, 1)
     assert row["rms"] == pytest.approx(np.sqrt((0.5**2 + 0.25**2) / 3), rel=1e-12)
     assert np.isnan([row["min"], row["max"], row["mean"]]).all()
-    assert register.sites == [Site("update", "w")]
-    assert register.shapes == [(5,)]
+    row = rec.table.rows[1]
+    assert (row["count"], row["nan"], row["zeros"], row["flushed"]) == (2, 2, 0, 0)
+    assert np.isnan([row["rms"], row["min"], row["max"], row["mean"]]).all()
+    assert register.sites == [Site("update", "w"), Site("update", "lost")]
+    assert register.shapes == [(5,), (2,)]
+
+
+def test_no_updates_no_rows() -> None:
+    rec = recorder(Register())
+    rec.updates([])
+    assert len(rec) == 0
 
 
 # --- births -----------------------------------------------------------------------------------------------------------
