@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from ampdebug._stats import StatsTable
 
-WORTHWHILE = 8192
-"""Elements from which handing an array over costs less than measuring it."""
+WORTHWHILE = 32_768
+"""Elements from which handing an array over costs less than measuring it (some 10 us)."""
 
 _Task = tuple[npt.NDArray[Any], bool]
 

@@ -9,15 +9,17 @@ Functions marked *traced* are parsed by MindSpore's graph compiler; they are kep
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
 from ampdebug._recorder import Seen
+from ampdebug.hooks._foreign_threads import keep_thread_state
 from ampdebug.hooks._probes import Sink
 from ampdebug.hooks._tensors import dtype_name, see_array
 
@@ -156,6 +158,7 @@ def emitter(count: int, sink: Sink, take: Taker, made: Made | None = None) -> An
 
     def called(arrays: tuple[Any, ...]) -> Any:
         if sink.active:
+            keep_thread_state()
             # MindSpore copies what it hands over into memory that belongs to this operator: nobody writes there before
             # the operator runs again.
             sink.guard(take, arrays, sink.called_once(number))
@@ -190,26 +193,66 @@ class Layout:
             for key, item in zip(node[1], node[2], strict=True):
                 self._flatten(item, f"{slot}.{key}" if slot else str(key), output)
 
+    @functools.cached_property
+    def places(self) -> list[SlotOfCall]:
+        """All tensors, those that are not handed over by their dtype."""
+        return [
+            SlotOfCall(output, slot, Seen(_stand_in(dtype, shape), dtype, shape), observed(dtype, shape))
+            for output, slot, dtype, shape in self.entries
+        ]
+
     def fill(self, arrays: Sequence[Any], lasting: bool) -> tuple[list[Any], list[Any]]:
         """Pairs the arrays of one call with their slots: ``(inputs, outputs)`` as lists of ``(slot, Seen)``."""
-        names = [dtype for _, _, dtype, _ in self.handed_over]
-        return self.fill_seen(
-            [see_array(a, name, tuple(getattr(a, "shape", ())), lasting) for a, name in zip(arrays, names, strict=True)]
-        )
+        return fill_slots(self.places, arrays, lasting)
 
     def fill_seen(self, seen: Sequence[Seen]) -> tuple[list[Any], list[Any]]:
-        """The same for what is converted already; tensors that are not handed over are added by their dtype."""
+        """The same for what is converted already."""
         both: tuple[list[Any], list[Any]] = ([], [])
         rest = iter(seen)
-        for output, slot, dtype, shape in self.entries:
-            if observed(dtype, shape):
-                item = next(rest)
-            elif dtype in _FLOAT_NAMES:
-                item = Seen(np.zeros(shape, np.uint16 if dtype == "bfloat16" else dtype), dtype, shape)
-            else:
-                item = Seen(None, dtype, shape)
-            both[output].append((slot, item))
+        for output, slot, blank, handed_over in self.places:
+            both[output].append((slot, next(rest) if handed_over else blank))
         return both
+
+
+class SlotOfCall(NamedTuple):
+    """Where one tensor of a call goes.
+
+    Attributes:
+        output: It is an output, not an input.
+        slot: Its place among them.
+        blank: What is recorded where its values are not handed over.
+        handed_over: Its values are.
+    """
+
+    output: bool
+    slot: str
+    blank: Seen
+    handed_over: bool
+
+
+def fill_slots(places: Sequence[SlotOfCall], arrays: Sequence[Any], lasting: bool) -> tuple[list[Any], list[Any]]:
+    """Pairs what a callback was handed with its slots: ``(inputs, outputs)`` as lists of ``(slot, Seen)``.
+
+    Args:
+        places: The tensors of the call.
+        arrays: One for each place that is handed over, in order.
+        lasting: Whether they keep their values until a graph runs again.
+    """
+    both: tuple[list[Any], list[Any]] = ([], [])
+    rest = iter(arrays)
+    for output, slot, blank, handed_over in places:
+        if handed_over:
+            array = next(rest)
+            blank = see_array(array, blank.dtype, getattr(array, "shape", ()), lasting, blank.same)
+        both[output].append((slot, blank))
+    return both
+
+
+def _stand_in(dtype: str, shape: tuple[int, ...]) -> Any:
+    """An empty floating-point tensor is measured, too, but never handed over."""
+    if dtype not in _FLOAT_NAMES or observed(dtype, shape):
+        return None
+    return np.zeros(shape, np.uint16 if dtype == "bfloat16" else dtype)
 
 
 def observed(dtype: str, shape: tuple[int, ...]) -> bool:
@@ -359,7 +402,7 @@ def graph_gradient_hook(name: str, sink: Sink) -> Callable[[Any], Any]:
     """The same for a graph: parsed by MindSpore's compiler."""
 
     def arrived(arrays: tuple[Any, ...], lasting: bool) -> None:
-        sink.gradient(name, arrays[0], lasting=lasting)
+        sink.graph_gradient(name, arrays[0], lasting)
 
     emit = emitter(1, sink, arrived)
 

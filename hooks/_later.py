@@ -4,6 +4,9 @@ PyNative is asynchronous: Python runs ahead of the device, and to ask for a valu
 One such wait a cell costs more than all statistics. So a probe only has each tensor copied, by an operator that stands
 in the queue behind the one that computes it and before whatever comes after: the copy holds the values of that moment,
 also where an in-place operator changes the tensor a line later. The copies are read together.
+
+The gradients of cells' outputs need no copy: they go from one operator of the backward pass to the next, which write
+to none of what they are given.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from mindspore.graph.api import _pynative_executor
 from mindspore.ops.auto_generate.gen_ops_prim import pyboost_concat, pyboost_reshape
 
 from ampdebug._recorder import Seen
-from ampdebug.hooks._tensors import FLOATING, dtype_name, see, see_array
+from ampdebug.hooks._tensors import FLOATING, see
 
 LIMIT = 128 << 20
 """Bytes of copies that are held at a time: beyond, they are read before the step is over."""
@@ -39,27 +42,33 @@ _COPIED = {
 Record = Callable[[list[Seen]], None]
 
 
-class _Copy(NamedTuple):
-    """A tensor's values at one moment, computed or still to be; ``shape`` is the tensor's own."""
+class _Held(NamedTuple):
+    """A tensor's values, computed or still to be: the part of ``tensor`` from index ``first`` of its first axis on that
+    makes up ``shape``."""
 
     tensor: Tensor
     shape: tuple[int, ...]
+    first: int = 0
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * int(self.tensor.itemsize)
 
     def read(self) -> Seen:
-        # The array keeps the copy's memory, which nobody else knows: it may be measured at any time.
-        array = self.tensor.asnumpy()
-        return see_array(array.reshape(self.shape), dtype_name(self.tensor.dtype), self.shape, lasting=True)
+        # The array keeps the memory, which nobody writes to any more: it may be measured at any time.
+        whole = see(self.tensor)
+        assert whole.array is not None, "only floating-point tensors are held"
+        array = whole.array
+        if whole.shape != self.shape:
+            array = array[self.first : self.first + (self.shape[0] if self.shape else 1)].reshape(self.shape)
+        return Seen(array, whole.dtype, self.shape, lasting=True)
 
 
 class Later:
     """A queue of tensors and of what is to be done with their values."""
 
     def __init__(self) -> None:
-        self._queue: list[tuple[list[_Copy | Seen], Record]] = []
+        self._queue: list[tuple[list[_Held | Seen], Record]] = []
         self._bytes = 0
 
     @property
@@ -67,23 +76,25 @@ class Later:
         """There is more in it than ``LIMIT``: it should be read."""
         return self._bytes > LIMIT
 
-    def add(self, tensors: Sequence[Tensor], record: Record) -> None:
+    def add(self, tensors: Sequence[Tensor], record: Record, *, unchanging: bool = False) -> None:
         """Queues one call of ``record`` with the values that the tensors have now.
 
         Args:
             tensors: Of any shape and dtype.
             record: Is given one :class:`Seen` a tensor, in order.
+            unchanging: Nobody can change them before they are read, so they need not be copied.
         """
-        held: list[_Copy | Seen] = []
+        put_off = FLOATING.__contains__ if unchanging else _can_copy
+        waiting = [i for i, tensor in enumerate(tensors) if put_off(tensor.dtype) and 0 not in tensor.shape]
         with _unnoticed():
-            for tensor in tensors:
-                held.append(_copied(tensor) if _can_copy(tensor.dtype) and 0 not in tensor.shape else see(tensor))
+            kept = dict(zip(waiting, (_kept if unchanging else _copied)([tensors[i] for i in waiting]), strict=True))
+            held = [kept[i] if i in kept else see(tensor) for i, tensor in enumerate(tensors)]
         self._queue.append((held, record))
-        self._bytes += sum(item.nbytes for item in held if isinstance(item, _Copy))
+        self._bytes += sum(item.nbytes for item in kept.values())
 
     def wait(self) -> None:
         """Waits until the network has computed what is queued."""
-        last = next((item for held, _ in reversed(self._queue) for item in held if isinstance(item, _Copy)), None)
+        last = next((item for held, _ in reversed(self._queue) for item in held if isinstance(item, _Held)), None)
         if last is not None:
             last.tensor.asnumpy()
 
@@ -91,7 +102,7 @@ class Later:
         """Makes the calls that are queued, in the order in which they were."""
         queue, self._queue, self._bytes = self._queue, [], 0
         for held, record in queue:
-            record([item.read() if isinstance(item, _Copy) else item for item in held])
+            record([item.read() if isinstance(item, _Held) else item for item in held])
 
     def drop(self) -> None:
         """Forgets what is queued."""
@@ -112,13 +123,29 @@ def _unnoticed() -> Iterator[None]:
         _pynative_executor.set_enable_grad(recording)
 
 
-def _copied(tensor: Tensor) -> _Copy:
-    """Queues the copy of a tensor with at least one element. The functions are called past every entry point that
-    somebody may have put a watcher at."""
-    # A concatenation of one tensor is a copy, bit for bit, of whatever layout.
-    shape = tuple(tensor.shape)
-    flat = tensor if shape else pyboost_reshape(_RESHAPE, [tensor, (1,)])
-    return _Copy(pyboost_concat(_CONCAT, [(flat,), 0]), shape)
+def _kept(tensors: Sequence[Tensor]) -> list[_Held]:
+    return [_Held(tensor, tuple(tensor.shape)) for tensor in tensors]
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[_Held]:
+    """Queues the copies of tensors with at least one element each, as few operators as can be.
+
+    The functions are called past every entry point that somebody may have put a watcher at.
+    """
+    # A concatenation is a copy, bit for bit, of whatever layout; also of a single tensor.
+    together: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    for index, tensor in enumerate(tensors):
+        together.setdefault((tensor.dtype, shapes[index][1:]), []).append(index)
+    held: dict[int, _Held] = {}
+    for indices in together.values():
+        parts = [tensors[i] if shapes[i] else pyboost_reshape(_RESHAPE, [tensors[i], (1,)]) for i in indices]
+        copy = pyboost_concat(_CONCAT, [tuple(parts), 0])
+        first = 0
+        for index in indices:
+            held[index] = _Held(copy, shapes[index], first)
+            first += shapes[index][0] if shapes[index] else 1
+    return [held[index] for index in range(len(tensors))]
 
 
 @functools.cache
@@ -133,7 +160,7 @@ def _can_copy(dtype: Any) -> bool:
 
 
 def _is_copied(tensor: Tensor) -> bool:
-    copy = _copied(tensor)
+    (copy,) = _copied([tensor])
     seen, wanted = copy.read(), see(tensor)
     assert seen.array is not None, "it is a floating-point tensor"
     assert wanted.array is not None, "it is a floating-point tensor"

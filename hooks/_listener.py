@@ -29,7 +29,7 @@ from ampdebug.hooks._precision_seen import PrecisionSeen
 from ampdebug.hooks._probes import output_gradient_hook
 from ampdebug.hooks._slim import Slimmer
 from ampdebug.hooks._slim_probe import SlimProbe
-from ampdebug.hooks._tensors import FLOATING, call_leaves, leaves, see_array
+from ampdebug.hooks._tensors import FLOATING, call_leaves, leaves, see, see_array
 
 _numbers = itertools.count(1)
 
@@ -199,7 +199,11 @@ class Listener:
         self._later.read()
         self._own += time.perf_counter() - started
 
-    def _read_if_many(self) -> None:
+    def _put_off(self, tensors: list[Any], record: Callable[[list[Seen]], None], unchanging: bool = False) -> None:
+        """Takes tensors whose values are read later; see :meth:`Later.add`."""
+        started = time.perf_counter()
+        self._later.add(tensors, record, unchanging=unchanging)
+        self._own += time.perf_counter() - started
         if self._later.full:
             self._read_queued()
 
@@ -218,26 +222,25 @@ class Listener:
         self.guard(self._python_call, path, cell_type, args, kwargs, output)
 
     def _python_call(self, path: str, cell_type: str, args: Any, kwargs: Any, output: Any) -> None:
-        started = time.perf_counter()
         if path == REDUCER_PATH:
-            self._later.add([tensor for _, tensor in leaves(output)], self._take_reduced)
+            self._put_off([tensor for _, tensor in leaves(output)], self._take_reduced)
             return
         if self._in_backward and path in self._recomputed:
             return
         self._calls_seen += 1
+        started = time.perf_counter()
         self._calls[path] = self._calls.get(path, 0) + 1
         tensors = [*call_leaves(args, kwargs)]
         inputs = len(tensors)
         tensors.extend(leaves(output))
         slots = [slot for slot, _ in tensors]
-        record = functools.partial(self._record_call, path, cell_type, slots, inputs)
-        self._later.add([tensor for _, tensor in tensors], record)
         if _pynative_executor.requires_grad():
             self._want_gradients(path, cell_type, tensors[:inputs], tensors[inputs:])
         self._own += time.perf_counter() - started
+        record = functools.partial(self._record_call, path, cell_type, slots, inputs)
+        self._put_off([tensor for _, tensor in tensors], record)
         if path not in self._inner:
             self._hook_wanted()
-        self._read_if_many()
 
     def _record_call(self, path: str, cell_type: str, slots: list[str], inputs: int, seen: list[Seen]) -> None:
         pairs = list(zip(slots, seen, strict=True))
@@ -275,21 +278,20 @@ class Listener:
     def _output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
         self._in_backward = True
         record = functools.partial(self._record_output_gradient, path, cell_type, call, slot)
-        self._take(value, record)
+        self._take(value, record, unchanging=True)
 
     def _record_output_gradient(self, path: str, cell_type: str, call: int, slot: str, seen: list[Seen]) -> None:
         self.recorder.output_gradient(path, cell_type, call, slot, seen[0])
 
-    def _take(self, value: Any, record: Callable[[list[Seen]], None], lasting: bool = False) -> None:
-        """Takes a tensor, to be looked at later, or what a compiled graph hands to a callback, now."""
+    def _take(self, value: Any, record: Callable[[list[Seen]], None], unchanging: bool = False) -> None:
+        """Takes a tensor, which is put off while the step goes on, or what a compiled graph hands to a callback."""
+        is_tensor = isinstance(value, ms.Tensor)
+        if is_tensor and self.active:
+            self._put_off([value], record, unchanging)
+            return
         started = time.perf_counter()
-        if isinstance(value, ms.Tensor):
-            self._later.add([value], record)
-        else:
-            shape = tuple(getattr(value, "shape", ()))
-            record([see_array(value, str(getattr(value, "dtype", "float32")), shape, lasting)])
+        record([see(value) if is_tensor else _seen_in_graph(value)])
         self._own += time.perf_counter() - started
-        self._read_if_many()
 
     def _take_reduced(self, gradients: list[Seen]) -> None:
         """What came out of the reduction over ranks, in the order of the train cell's weights."""
@@ -307,21 +309,35 @@ class Listener:
             self.recorder.cell_call(path, cell_type, inputs, outputs)
         self._own += time.perf_counter() - started
 
-    def gradient(self, name: str, value: Any, *, lasting: bool = False) -> None:
+    def gradient(self, name: str, tensor: Any) -> None:
         """The gradient of a parameter arrived."""
-        self.guard(self._gradient, name, value, lasting)
+        self.guard(self._gradient, name, tensor)
 
-    def _gradient(self, name: str, value: Any, lasting: bool) -> None:
+    def _gradient(self, name: str, tensor: Any) -> None:
+        owner = self._new_gradient(name)
+        if owner is not None:
+            self._take(tensor, functools.partial(self._record_gradient, name, owner))
+
+    def _record_gradient(self, name: str, owner: str, seen: list[Seen]) -> None:
+        self.recorder.gradient(name, owner, seen[0])
+
+    def graph_gradient(self, name: str, array: Any, lasting: bool) -> None:
+        """The gradient of a parameter arrived, inside a graph."""
+        started = time.perf_counter()
+        owner = self._new_gradient(name)
+        if owner is not None:
+            self.recorder.gradient(name, owner, _seen_in_graph(array, lasting))
+        self._own += time.perf_counter() - started
+
+    def _new_gradient(self, name: str) -> str | None:
+        """The cell that owns a parameter whose gradient arrived; None if it is to be passed over."""
         self._calls_seen += 1
         self._in_backward = True
         owner = self._owners.get(name, "")
         if owner in self._recomputed and name in self._gradients_seen:
-            return  # in a graph it arrives once more for each time the cell's code was copied
+            return None  # in a graph it arrives once more for each time the cell's code was copied
         self._gradients_seen.add(name)
-        self._take(value, functools.partial(self._record_gradient, name, owner), lasting)
-
-    def _record_gradient(self, name: str, owner: str, seen: list[Seen]) -> None:
-        self.recorder.gradient(name, owner, seen[0])
+        return owner
 
     def take_gradients(self, gradients: Any) -> None:
         """Takes gradients that the caller holds, where none were seen arriving. They are unscaled already."""
@@ -334,8 +350,16 @@ class Listener:
                 f"grads has {len(values)} tensors, the optimizer {len(names)} parameters: give one each"
             )
         for name, tensor in zip(names, values, strict=True):
-            self._gradient(name, tensor, False)
+            self._gradient(name, tensor)
         self._gradients_unscaled = True
+
+
+def _seen_in_graph(array: Any, lasting: bool = False) -> Seen:
+    """An array that a callback was handed, or a Python float for a 0-d tensor."""
+    return see_array(array, _name(getattr(array, "dtype", "float32")), getattr(array, "shape", ()), lasting)
+
+
+_name = functools.cache(str)
 
 
 def _parents(watched: dict[str, Place]) -> dict[str, str]:

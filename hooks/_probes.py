@@ -62,8 +62,12 @@ class Sink(Protocol):
         """The gradient of a cell's output arrived: a tensor, or an array from inside a graph."""
         ...
 
-    def gradient(self, name: str, value: Any, *, lasting: bool = False) -> None:
-        """The gradient of a parameter arrived: a tensor, or an array from inside a graph, which may be lasting."""
+    def gradient(self, name: str, tensor: Any) -> None:
+        """The gradient of a parameter arrived."""
+        ...
+
+    def graph_gradient(self, name: str, array: Any, lasting: bool) -> None:
+        """The same from inside a graph: an array, which keeps its values until a graph runs again if ``lasting``."""
         ...
 
 

@@ -242,7 +242,6 @@ class Session(Listener):
         started = time.perf_counter()
         if sampled and self._capture is not None:
             self._collect(self._capture)
-            self._read_queued()
         after = read_scale(self.scale_source)
         rate = self._rate
         sorted_outputs = sort_outputs(outputs, scales=(self._scale, after), learning_rate=rate)
@@ -317,8 +316,7 @@ class Session(Listener):
                 step.grad_norm_scaled, step.grad_norm = None, recorder.gradient_norm
             else:
                 step.grad_norm = recorder.gradient_norm / scale
-            trained = [p.name for p in self.parameters.trained]
-            missing = [name for name in trained if name not in recorder.gradients_seen]
+            missing = [name for name in self.parameters.trained_names if name not in recorder.gradients_seen]
             step.parameters_without_gradient = len(missing)
             if missing:
                 step.extra["without_gradient"] = missing[:100]

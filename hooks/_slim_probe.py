@@ -5,18 +5,25 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from mindspore import ops
 
-from ampdebug._recorder import Seen
-from ampdebug.hooks._graph_probe import GraphProbe, Layout, emitter, guarded_note, leaves, shape_of
-from ampdebug.hooks._tensors import see_array
+from ampdebug.hooks._graph_probe import (
+    GraphProbe,
+    Layout,
+    SlotOfCall,
+    emitter,
+    fill_slots,
+    guarded_note,
+    leaves,
+    shape_of,
+)
 
 
-@dataclass(slots=True)
+@dataclass
 class SlimCall:
     """A call that hands over some of its tensors only; the others are handed over elsewhere, too.
 
@@ -39,16 +46,17 @@ class SlimCall:
         sizes = [math.prod(shape) for _, _, _, shape in self.layout.handed_over]
         return sum(sizes) - sum(sizes[index] for index in self.kept)
 
-    def fill(self, arrays: Sequence[Any], lasting: bool) -> tuple[list[Any], list[Any]]:
-        """Pairs what was handed over with its slots, as :meth:`Layout.fill`; the rest has no array."""
-        rest = iter(arrays)
-        seen = []
-        for index, ((_, _, dtype, shape), number) in enumerate(zip(self.layout.handed_over, self.shared, strict=True)):
-            if index in self.kept:
-                seen.append(see_array(next(rest), dtype, shape, lasting)._replace(same=number))
-            else:
-                seen.append(Seen(None, dtype, shape, same=number))
-        return self.layout.fill_seen(seen)
+    @functools.cached_property
+    def places(self) -> list[SlotOfCall]:
+        """All tensors of the call; those that are handed over elsewhere have their number only."""
+        numbers = iter(enumerate(self.shared))
+        places = []
+        for place in self.layout.places:
+            if place.handed_over:
+                index, number = next(numbers)
+                place = place._replace(blank=place.blank._replace(same=number), handed_over=index in self.kept)
+            places.append(place)
+        return places
 
 
 class SlimProbe(GraphProbe):
@@ -108,6 +116,6 @@ class SlimProbe(GraphProbe):
         return types.MethodType(construct, cell)
 
     def _arrived_slim(self, call: SlimCall, arrays: tuple[Any, ...], lasting: bool) -> None:
-        self.sink.graph_call(self.path, self.cell_type, *call.fill(arrays, lasting))
+        self.sink.graph_call(self.path, self.cell_type, *fill_slots(call.places, arrays, lasting))
         for probe, follower in call.followers:
             probe._arrived_slim(follower, (), False)

@@ -7,6 +7,7 @@ instead), and a hook that used MindSpore operators would inherit the mixed preci
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from ampdebug._recorder import Seen
 FLOATING = {mstype.float16, mstype.float32, mstype.float64, mstype.bfloat16}
 
 
+@functools.cache
 def dtype_name(dtype: Any) -> str:
     """Returns ``"float16"`` for ``mindspore.float16`` and so on, the same word for every place a dtype is shown."""
     return str(dtype).lower().removeprefix("mindspore.")
@@ -33,14 +35,14 @@ def see(tensor: Any) -> Seen:
     Returns:
         The values and their dtype. Read only by agreement: on the CPU the array is live memory.
     """
-    shape = tuple(int(n) for n in tensor.shape)
-    name = dtype_name(tensor.dtype)
-    if tensor.dtype not in FLOATING:
-        return Seen(None, name, shape)
-    return see_array(tensor.asnumpy(), name, shape)
+    dtype = tensor.dtype
+    if dtype not in FLOATING:
+        return Seen(None, dtype_name(dtype), tuple(int(n) for n in tensor.shape))
+    array = tensor.asnumpy()
+    return see_array(array, dtype_name(dtype), array.shape)
 
 
-def see_array(array: Any, name: str, shape: tuple[int, ...], lasting: bool = False) -> Seen:
+def see_array(array: Any, name: str, shape: tuple[int, ...], lasting: bool = False, same: int | None = None) -> Seen:
     """The same for what a compiled graph hands to a Python callback: an array, or a Python float for 0-d."""
     if not isinstance(array, np.ndarray):
         array = np.asarray(array, dtype=np.float32 if name == "bfloat16" else name)
@@ -48,7 +50,7 @@ def see_array(array: Any, name: str, shape: tuple[int, ...], lasting: bool = Fal
         array = array.view(np.uint16)
     elif name == "bfloat16":  # a 0-d bfloat16 arrives as a Python float: its bits are the upper half of float32's
         array = (np.asarray(array, np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-    return Seen(array, name, shape, lasting)
+    return Seen(array, name, shape, lasting, same)
 
 
 def leaves(value: Any, slot: str = "") -> Iterator[tuple[str, Any]]:
@@ -87,11 +89,9 @@ def scalar(value: Any) -> float | None:
     if isinstance(value, (int, float, np.floating, np.integer)):
         return float(value)
     if isinstance(value, Tensor):
-        if value.size != 1:
-            return None
-        if value.dtype == mstype.bfloat16:
-            value = value.astype(mstype.float32)
-        value = value.asnumpy()
+        # item() is some twenty times faster than asnumpy(), and knows bfloat16.
+        found = value.item() if value.size == 1 else None
+        return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) else None
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "fiu":
         return float(value.reshape(-1)[0])
     return None

@@ -292,8 +292,11 @@ class _TrainCellCalls:
     def output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
         raise AssertionError("a train cell's outputs are not differentiated")
 
-    def gradient(self, name: str, value: Any, *, lasting: bool = False) -> None:
+    def gradient(self, name: str, tensor: Any) -> None:
         raise AssertionError("a train cell's calls have no gradient of their own")
+
+    def graph_gradient(self, name: str, array: Any, lasting: bool) -> None:
+        raise AssertionError("a train cell carries no compiled probe")
 
 
 def _mean(loss: Any) -> float | None:

@@ -190,3 +190,83 @@ def test_the_copies_are_no_part_of_the_gradient_and_are_not_cast() -> None:
     np.testing.assert_array_equal(seen[0].array, x.asnumpy())
     np.testing.assert_array_equal(gradient.asnumpy(), np.full((4, 4), 2.0, np.float32))
     assert ops.isfinite(gradient).all()
+
+
+def test_tensors_of_one_call_are_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, concat = [], _later.pyboost_concat
+
+    def counted(*args: Any) -> Any:
+        copies.append(len(args[1][0]))
+        return concat(*args)
+
+    half = random((4, 6)).astype(mstype.float16)
+    tensors = [
+        random((4, 6)),
+        half,
+        Tensor(3.5, mstype.float32),
+        random((6, 4)).transpose(1, 0),
+        Tensor(np.zeros((0, 6), np.float32)),
+        random((1, 6)),
+        Tensor([1, 2], mstype.int32),
+        Tensor(-0.0, mstype.float32),
+        random((2, 3, 6)),
+        half,
+    ]
+    later, seen = Later(), []
+    later.add(tensors, seen.extend)  # whether a dtype can be copied is tried out once
+    later.drop()
+    monkeypatch.setattr(_later, "pyboost_concat", counted)
+    later.add(tensors, seen.extend)
+    assert sorted(copies) == [1, 2, 2, 3]
+    later.read()
+    assert len(seen) == len(tensors)
+    for tensor, item in zip(tensors, seen, strict=True):
+        assert item.shape == tuple(tensor.shape)
+        if item.array is None:
+            assert item.dtype == "int32"
+        else:
+            assert (item.array.dtype, item.array.shape) == (tensor.asnumpy().dtype, item.shape)
+            assert item.array.tobytes() == tensor.asnumpy().tobytes()
+
+
+class Writing(nn.Cell):
+    """Writes to activations in place, and uses them several times."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second, self.act = nn.Dense(8, 8), nn.Dense(8, 8), nn.ReLU()
+
+    def construct(self, x):
+        y = self.first(x) * 1.0
+        if self.how == "item":
+            y[0] = 0.5
+        elif self.how == "indices":
+            y[:, Tensor([0, 2])] = 1.0
+        elif self.how == "copy_":
+            y[1].copy_(y[0] * 2)
+        elif self.how == "add_":
+            y.add_(x)
+        elif self.how == "several uses":
+            y = self.act(y) + y + ops.cat((y[:, :4], y[:, 4:] * 2), 1) + self.second(y)
+        return self.act(self.second(y))
+
+
+@pytest.mark.parametrize("how", ["item", "indices", "copy_", "add_", "several uses"])
+def test_nobody_writes_to_the_gradients_of_outputs(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not copied: this is what that rests on."""
+    kept, pairs = _later._kept, []
+
+    def with_copies(tensors: Any) -> Any:
+        pairs.extend(zip(tensors, _later._copied(tensors), strict=True))
+        return kept(tensors)
+
+    monkeypatch.setattr(_later, "_kept", with_copies)
+    net = Writing(how)
+    with watch(net, out=tmp_path / "run") as run:
+        for _ in range(2):
+            ms.value_and_grad(lambda x: (net(x) ** 2).sum(), None, net.trainable_params())(random((4, 8)))
+            run.step(loss=0.0)
+    assert len(pairs) >= 2 * 3
+    for tensor, copy in pairs:
+        assert copy.read().array.tobytes() == tensor.asnumpy().tobytes()
