@@ -192,6 +192,22 @@ def test_the_copies_are_no_part_of_the_gradient_and_are_not_cast() -> None:
     assert ops.isfinite(gradient).all()
 
 
+def test_what_can_be_copied_is_found_out_past_mixed_precision() -> None:
+    """The first tensor of a dtype may come by inside a cell that casts, whose operators would cast the trial, too."""
+    _later._can_copy.cache_clear()
+    later = Later()
+
+    class Casting(nn.Cell):
+        def construct(self, x):
+            later.add([x], lambda seen: None)
+            return x * 2.0
+
+    ms.grad(lambda x: Casting().to_float(ms.float16)(x).astype(ms.float32).sum())(random((4, 4)))
+    assert _later._can_copy(mstype.float32)
+    ((held, _),) = later._queue
+    assert isinstance(held[0], _later._Held)
+
+
 def test_tensors_of_one_call_are_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, concat = [], _later.pyboost_concat
 
