@@ -71,21 +71,24 @@ class Variant:
             level=level,
             loss_scale_manager=FixedLossScaleManager(1024.0, drop_overflow_update=False),
         )
+        self.period = 10 if name == "every 10" else 1
+        self.warm_up_runs = min(self.period, 2)  # with and without statistics: a graph each
         self.session: Any = None
         self.times: list[tuple[float, float]] = []
         if name in ("full", "every 10", "detached", "capture"):
             from ampdebug.hooks._session import Session
 
-            every = 2 if name == "every 10" else 1  # while warming up: both of its graphs take part
             graph = "capture" if name == "capture" else "callback"
-            self.session = Session(self.cell, os.path.join(folder, name.replace(" ", "")), every=every, graph=graph)
+            self.session = Session(
+                self.cell, os.path.join(folder, name.replace(" ", "")), every=self.warm_up_runs, graph=graph
+            )
             self.session.attach()
         elif name == "naive":
             _naive(self.cell)
 
     def warm_up(self, number: int) -> None:
         """Runs each graph of this loop once."""
-        for _ in range(2 if self.name == "every 10" else 1):
+        for _ in range(self.warm_up_runs):
             self.step()
         if self.name == "detached" and number == 1:
             self.session.close()
@@ -178,8 +181,8 @@ def measure(net: str, mode: str, level: str, rounds: int, seconds: float, varian
             for loop in loops:
                 loop.warm_up(number)
         for loop in loops:
-            if loop.name == "every 10":
-                loop.session.every = 10
+            if loop.session is not None:
+                loop.session.every = loop.period
         bare: list[tuple[float, float]] = []
         until = time.monotonic() + seconds
         done = 0
@@ -211,7 +214,7 @@ def measure(net: str, mode: str, level: str, rounds: int, seconds: float, varian
 def _ratio(loop: Variant, bare: list[tuple[float, float]], clock: int) -> float:
     mine, base = ([step[clock] for step in times] for times in (loop.times, bare))
     # Any ten steps in a row hold one with statistics.
-    width = 10 if loop.name == "every 10" else 1
+    width = loop.period
     starts = range(0, len(base) - width + 1, width)
     return statistics.median(sum(mine[at : at + width]) / sum(base[at : at + width]) for at in starts)
 

@@ -20,7 +20,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 
-from ampdebug.hooks._graph_probe import GraphProbe, Layout, guarded_note, leaves, observed, shape_of
+from ampdebug.hooks._graph_probe import GraphProbe, guarded_note, leaves, shape_of
+from ampdebug.hooks._layout import Layout, fill_seen, observed
 from ampdebug.hooks._probes import Sink
 from ampdebug.hooks._tensors import see
 
@@ -191,5 +192,5 @@ class CaptureProbe(GraphProbe):
             if buffers and calls:
                 if calls > 1:
                     self._capture.repeated.add(self.path)
-                inputs, outputs = layout.fill_seen([see(buffer) for buffer in buffers])
+                inputs, outputs = fill_seen(layout.places, [see(buffer) for buffer in buffers])
                 self.sink.graph_call(self.path, self.cell_type, inputs, outputs)

@@ -9,23 +9,21 @@ Functions marked *traced* are parsed by MindSpore's graph compiler; they are kep
 
 from __future__ import annotations
 
-import functools
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from ampdebug._recorder import Seen
 from ampdebug.hooks._foreign_threads import keep_thread_state
+from ampdebug.hooks._layout import Layout, fill_arrays
 from ampdebug.hooks._probes import Sink
-from ampdebug.hooks._tensors import dtype_name, see_array
+from ampdebug.hooks._tensors import see_array
 
 _ZERO = np.zeros(1, np.float32)
 _FLOATS = (ms.float16, ms.float32, ms.float64, ms.bfloat16)
-_FLOAT_NAMES = tuple(dtype_name(dtype) for dtype in _FLOATS)
 # Outputs of a tuple whose gradients are asked for, at most.
 _MARKED = 6
 # Tensors that one callback takes; calls with more hand them over one by one.
@@ -171,104 +169,6 @@ def emitter(count: int, sink: Sink, take: Taker, made: Made | None = None) -> An
     return ops.Custom(function, out_shape=(1,), out_dtype=ms.float32, func_type="pyfunc")
 
 
-class Layout:
-    """The nested structure of one traced call, flattened: slots, dtypes and shapes of its tensors in order."""
-
-    def __init__(self, inputs: Any, outputs: Any) -> None:
-        self.entries: list[tuple[bool, str, str, tuple[int, ...]]] = []
-        lone = _lone_tensor(inputs)
-        self._flatten(inputs if lone is None else lone, "", False)
-        self._flatten(outputs, "", True)
-        self.handed_over = [entry for entry in self.entries if observed(entry[2], entry[3])]
-        """The tensors that a callback takes, in its order."""
-        self.observed = len(self.handed_over)
-
-    def _flatten(self, node: Any, slot: str, output: bool) -> None:
-        if node[0] == "tensor":
-            self.entries.append((output, slot, dtype_name(node[2]), tuple(int(n) for n in node[1])))
-        elif node[0] == "tuple":
-            for index, item in enumerate(node[1]):
-                self._flatten(item, f"{slot}.{index}" if slot else str(index), output)
-        elif node[0] == "dict":
-            for key, item in zip(node[1], node[2], strict=True):
-                self._flatten(item, f"{slot}.{key}" if slot else str(key), output)
-
-    @functools.cached_property
-    def places(self) -> list[SlotOfCall]:
-        """All tensors, those that are not handed over by their dtype."""
-        return [
-            SlotOfCall(output, slot, Seen(_stand_in(dtype, shape), dtype, shape), observed(dtype, shape))
-            for output, slot, dtype, shape in self.entries
-        ]
-
-    def fill(self, arrays: Sequence[Any], lasting: bool) -> tuple[list[Any], list[Any]]:
-        """Pairs the arrays of one call with their slots: ``(inputs, outputs)`` as lists of ``(slot, Seen)``."""
-        return fill_slots(self.places, arrays, lasting)
-
-    def fill_seen(self, seen: Sequence[Seen]) -> tuple[list[Any], list[Any]]:
-        """The same for what is converted already."""
-        both: tuple[list[Any], list[Any]] = ([], [])
-        rest = iter(seen)
-        for output, slot, blank, handed_over in self.places:
-            both[output].append((slot, next(rest) if handed_over else blank))
-        return both
-
-
-class SlotOfCall(NamedTuple):
-    """Where one tensor of a call goes.
-
-    Attributes:
-        output: It is an output, not an input.
-        slot: Its place among them.
-        blank: What is recorded where its values are not handed over.
-        handed_over: Its values are.
-    """
-
-    output: bool
-    slot: str
-    blank: Seen
-    handed_over: bool
-
-
-def fill_slots(places: Sequence[SlotOfCall], arrays: Sequence[Any], lasting: bool) -> tuple[list[Any], list[Any]]:
-    """Pairs what a callback was handed with its slots: ``(inputs, outputs)`` as lists of ``(slot, Seen)``.
-
-    Args:
-        places: The tensors of the call.
-        arrays: One for each place that is handed over, in order.
-        lasting: Whether they keep their values until a graph runs again.
-    """
-    both: tuple[list[Any], list[Any]] = ([], [])
-    rest = iter(arrays)
-    for output, slot, blank, handed_over in places:
-        if handed_over:
-            array = next(rest)
-            blank = see_array(array, blank.dtype, getattr(array, "shape", ()), lasting, blank.same)
-        both[output].append((slot, blank))
-    return both
-
-
-def _stand_in(dtype: str, shape: tuple[int, ...]) -> Any:
-    """An empty floating-point tensor is measured, too, but never handed over."""
-    if dtype not in _FLOAT_NAMES or observed(dtype, shape):
-        return None
-    return np.zeros(shape, np.uint16 if dtype == "bfloat16" else dtype)
-
-
-def observed(dtype: str, shape: tuple[int, ...]) -> bool:
-    return dtype in _FLOAT_NAMES and 0 not in shape
-
-
-def _lone_tensor(inputs: Any) -> Any | None:
-    """The arguments come as ``(args, kwargs)``; a single positional argument is shown without an index."""
-    args, kwargs = inputs[1]
-    if kwargs[0] == "dict" and not kwargs[1]:
-        return args[1][0] if len(args[1]) == 1 else args
-    if not args[1]:
-        return kwargs
-    return None
-
-
 class GraphProbe:
     """What stands in for ``construct`` while a graph is compiled.
 
@@ -300,7 +200,7 @@ class GraphProbe:
             inputs: list[Any] = []
             outputs = [(str(i), see_array(a, "float32", ())) for i, a in enumerate(arrays) if hasattr(a, "dtype")]
         else:
-            inputs, outputs = layout.fill(arrays, lasting)
+            inputs, outputs = fill_arrays(layout.places, arrays, lasting)
         self.sink.graph_call(self.path, self.cell_type, inputs, outputs)
 
     def _layout_of(self, arrays: tuple[Any, ...]) -> Layout | None:

@@ -29,7 +29,7 @@ from ampdebug.hooks._precision_seen import PrecisionSeen
 from ampdebug.hooks._probes import output_gradient_hook
 from ampdebug.hooks._slim import Slimmer
 from ampdebug.hooks._slim_probe import SlimProbe
-from ampdebug.hooks._tensors import FLOATING, call_leaves, leaves, see, see_array
+from ampdebug.hooks._tensors import FLOATING, call_leaves, dtype_name, leaves, see, see_array
 
 _numbers = itertools.count(1)
 
@@ -356,10 +356,7 @@ class Listener:
 
 def _seen_in_graph(array: Any, lasting: bool = False) -> Seen:
     """An array that a callback was handed, or a Python float for a 0-d tensor."""
-    return see_array(array, _name(getattr(array, "dtype", "float32")), getattr(array, "shape", ()), lasting)
-
-
-_name = functools.cache(str)
+    return see_array(array, dtype_name(getattr(array, "dtype", "float32")), getattr(array, "shape", ()), lasting)
 
 
 def _parents(watched: dict[str, Place]) -> dict[str, str]:

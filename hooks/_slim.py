@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 
 from ampdebug.hooks._graph_operators import CompiledGraph
-from ampdebug.hooks._graph_probe import Layout
+from ampdebug.hooks._layout import Layout
 from ampdebug.hooks._slim_graph import callbacks_with_arguments
 from ampdebug.hooks._slim_probe import SlimCall, SlimProbe
 

@@ -11,16 +11,8 @@ from typing import Any
 
 from mindspore import ops
 
-from ampdebug.hooks._graph_probe import (
-    GraphProbe,
-    Layout,
-    SlotOfCall,
-    emitter,
-    fill_slots,
-    guarded_note,
-    leaves,
-    shape_of,
-)
+from ampdebug.hooks._graph_probe import GraphProbe, emitter, guarded_note, leaves, shape_of
+from ampdebug.hooks._layout import Layout, SlotOfCall, fill_arrays
 
 
 @dataclass
@@ -116,6 +108,6 @@ class SlimProbe(GraphProbe):
         return types.MethodType(construct, cell)
 
     def _arrived_slim(self, call: SlimCall, arrays: tuple[Any, ...], lasting: bool) -> None:
-        self.sink.graph_call(self.path, self.cell_type, *fill_slots(call.places, arrays, lasting))
+        self.sink.graph_call(self.path, self.cell_type, *fill_arrays(call.places, arrays, lasting))
         for probe, follower in call.followers:
             probe._arrived_slim(follower, (), False)
