@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -148,6 +149,14 @@ def measure(flat: Flat, kind: int, rows: Flat, exponents: Flat, row: int, scratc
         squares += float(np.dot(exact, exact))
     exponents[row] = counts
     _finish(ints, floats, layout, lowest, highest, mantissa, total, squares, scale)
+
+
+def measure_all(
+    flats: Sequence[Flat], kinds: Sequence[int], rows: Flat, exponents: Flat, first_row: int, scratch: Flat
+) -> None:
+    """Fill one row of statistics for each array, from ``first_row`` on; see :func:`measure`."""
+    for row, (flat, kind) in enumerate(zip(flats, kinds, strict=True), first_row):
+        measure(flat, kind, rows, exponents, row, scratch)
 
 
 @functools.cache

@@ -23,11 +23,13 @@ notice when a function from another file that was compiled into it has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numba as nb
 import numpy
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from ampdebug import _bits
 from ampdebug._bits import (
@@ -440,6 +442,39 @@ def _measure64(flat: Any, kind: int, rows: Any, exponents: Any, row: int, scratc
     _end(ints, floats, 52, scale)
 
 
+@intrinsic
+def _pointer(_context: Any, address: Any) -> Any:
+    """An address as a pointer."""
+
+    def code(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return nb.types.voidptr(address), code
+
+
+@_compiled()
+def _measure_all(
+    addresses: Any, sizes: Any, kinds: Any, rows: Any, exponents: Any, first_row: int, scratch: Any
+) -> None:
+    for i in range(sizes.size):
+        row, kind, pointer = first_row + i, kinds[i], _pointer(addresses[i])
+        if kind == F32:
+            _measure32(nb.carray(pointer, (sizes[i],), np.uint32), kind, rows, exponents, row, scratch)
+        elif kind == F64:
+            _measure64(nb.carray(pointer, (sizes[i],), np.float64), kind, rows, exponents, row, scratch)
+        else:
+            _measure16(nb.carray(pointer, (sizes[i],), np.uint16), kind, rows, exponents, row, scratch)
+
+
+def measure_all(
+    flats: Sequence[_bits.Flat], kinds: Sequence[int], rows: Any, exponents: Any, first_row: int, scratch: Any
+) -> None:
+    """As :func:`ampdebug._bits.measure_all`, in one stretch without the GIL."""
+    addresses = np.array([flat.__array_interface__["data"][0] for flat in flats], np.uint64)
+    sizes = np.array([flat.size for flat in flats], np.int64)
+    _measure_all(addresses, sizes, np.array(kinds, np.int64), rows, exponents, first_row, scratch)
+
+
 @_compiled()
 def _nonfinite(bits: Any, infinity: Any, mask: Any) -> Any:
     """NaN, +inf and -inf in an array of bits, given the bits of infinity and of all but the sign."""
@@ -569,6 +604,9 @@ def _compare_with_numpy() -> None:
         MEASURE[kind](flat, kind, rows, exponents, 0, np.zeros(SCRATCH_SIZE, np.uint32))
         _bits.measure(flat, kind, rows, exponents, 1, np.zeros(_bits.SCRATCH_SIZE, np.uint32))
         same = np.array_equal(rows[0, :MEAN], rows[1, :MEAN]) and np.array_equal(*exponents)
+        together, counts = np.zeros_like(rows), np.zeros_like(exponents)
+        measure_all([flat, flat[:9]], [kind, kind], together, counts, 0, np.zeros(SCRATCH_SIZE, np.uint32))
+        same = same and np.array_equal(together[0], rows[0]) and np.array_equal(counts[0], exponents[0])
         same = same and nonfinite(flat, kind) == _bits.nonfinite(flat, kind)
         if kind != F64:
             after = flat ^ flat.dtype.type(1)

@@ -113,6 +113,11 @@ class StepRecorder:
         self.gradients_seen.clear()
 
     @_one_at_a_time
+    def start_measuring(self) -> None:
+        """Has the arrays handed over so far measured from now on, while the caller does something else."""
+        self._background.start()
+
+    @_one_at_a_time
     def settle(self) -> None:
         """Waits until the arrays handed over so far are measured: from now on they may change."""
         self._background.settle()

@@ -26,6 +26,7 @@ from ampdebug._tensor_stats import EXPONENT_BIAS, STATS_DTYPE, TensorStats, Upda
 __all__ = [
     "EXPONENT_BIAS",
     "STATS_DTYPE",
+    "Batch",
     "KernelName",
     "StatsTable",
     "TensorStats",
@@ -88,6 +89,7 @@ class _Kernels:
         self.name: KernelName = name
         self.reason = reason
         self.measure: tuple[Any, ...] = module.MEASURE
+        self.measure_all: Any = module.measure_all
         self.nonfinite: Any = module.nonfinite
         self.update: Any = module.update
         self.scratch_size: int = module.SCRATCH_SIZE
@@ -137,6 +139,29 @@ def kernel_reason() -> str:
     return _load().reason
 
 
+class Batch:
+    """Arrays that are measured together (:meth:`StatsTable.add_batch`), without the GIL all that time.
+
+    Attributes:
+        elements: How many they have in all.
+    """
+
+    def __init__(self) -> None:
+        self.flats: list[npt.NDArray[Any]] = []
+        self.kinds: list[int] = []
+        self.elements = 0
+
+    def __len__(self) -> int:
+        return len(self.flats)
+
+    def add(self, array: npt.NDArray[Any], *, bfloat16_bits: bool = False) -> None:
+        """Add an array, which is kept and must not change until it is measured; as for ``StatsTable.add``."""
+        flat, kind = _flatten(array, bfloat16_bits)
+        self.flats.append(flat)
+        self.kinds.append(kind)
+        self.elements += flat.size
+
+
 class StatsTable:
     """A growing table with the statistics of many arrays, reused from step to step.
 
@@ -154,6 +179,7 @@ class StatsTable:
         kernels = _load(kernel)
         self.kernel = kernels.name
         self._measure = kernels.measure
+        self._measure_all = kernels.measure_all
         self._scratch = np.zeros(kernels.scratch_size, np.uint32)
         self._size = 0
         self._capacity = 64
@@ -183,6 +209,13 @@ class StatsTable:
         self._size = row + 1
         return row
 
+    def add_batch(self, batch: Batch) -> None:
+        """Measure all arrays of a batch, in its order."""
+        while self._size + len(batch) > self._capacity:
+            self._grow()
+        self._measure_all(batch.flats, batch.kinds, self._rows, self._exponents, self._size, self._scratch)
+        self._size += len(batch)
+
     def reserve(self) -> int:
         """Return the number of a new row that reads like that of an empty array, to be filled later."""
         row = self._size
@@ -211,8 +244,8 @@ class StatsTable:
         self._capacity *= 2
         self._rows = np.zeros((self._capacity, _COLUMNS), np.int64)
         self._exponents = np.zeros((self._capacity, 256), np.uint32)
-        self._rows[: self._size] = rows
-        self._exponents[: self._size] = exponents
+        self._rows[: self._size] = rows[: self._size]
+        self._exponents[: self._size] = exponents[: self._size]
 
     @property
     def rows(self) -> npt.NDArray[Any]:

@@ -19,7 +19,7 @@ from mindspore import Tensor, ops
 
 from ampdebug.hooks._foreign_threads import keep_thread_state
 from ampdebug.hooks._layout import Layout, fill_arrays
-from ampdebug.hooks._probes import Sink
+from ampdebug.hooks._probes import Sink, Taker
 from ampdebug.hooks._tensors import see_array
 
 _ZERO = np.zeros(1, np.float32)
@@ -143,10 +143,6 @@ def _fixed_arity(count: int, function: Callable[[tuple[Any, ...]], Any]) -> Call
     return by_count[count]
 
 
-Taker = Callable[[tuple[Any, ...], bool], None]
-"""Takes what a callback was handed, and whether it lasts until a graph runs again."""
-
-
 Made = dict[int, tuple[int, Callable[..., Any]]]
 """``{id of a callback's function: (how many tensors it takes, the function, so that the id stays its own)}``."""
 
@@ -159,7 +155,7 @@ def emitter(count: int, sink: Sink, take: Taker, made: Made | None = None) -> An
             keep_thread_state()
             # MindSpore copies what it hands over into memory that belongs to this operator: nobody writes there before
             # the operator runs again.
-            sink.guard(take, arrays, sink.called_once(number))
+            sink.handed_over(take, arrays, number)
         return _ZERO
 
     function = _fixed_arity(count, called)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from ampdebug.hooks._graph_probe import GraphProbe, graph_gradient_hook
 from ampdebug.hooks._later import Later
 from ampdebug.hooks._parameters import ParameterWatch
 from ampdebug.hooks._precision_seen import PrecisionSeen
-from ampdebug.hooks._probes import output_gradient_hook
+from ampdebug.hooks._probes import Taker, output_gradient_hook
 from ampdebug.hooks._slim import Slimmer
 from ampdebug.hooks._slim_probe import SlimProbe
 from ampdebug.hooks._tensors import FLOATING, call_leaves, dtype_name, leaves, see, see_array
@@ -80,6 +81,8 @@ class Listener:
         self._tensor_handles: list[Any] = []
         self._wanted: list[tuple[Any, Callable[[Any], Any]]] = []
         self._later = Later()
+        self._handed_over: list[tuple[Taker, tuple[Any, ...]]] = []
+        self._reading = threading.RLock()
         self._calls: dict[str, int] = {}
         self._gradients_seen: set[str] = set()
         self._calls_seen = 0
@@ -113,12 +116,14 @@ class Listener:
         self.active = False
         self._precision.end_step()
         self._later.drop()
+        self._handed_over = []
         self._let_go()
         _slots.ignore(self)
 
     def _forget(self) -> None:
         """Nothing of the last step is left."""
         self._later.drop()
+        self._handed_over = []
         self._wanted.clear()
         self.recorder.begin()
         self._calls.clear()
@@ -192,11 +197,39 @@ class Listener:
         self.guard(self._read_queued)
         self.guard(self.recorder.settle)
 
+    def handed_over(self, take: Taker, arrays: tuple[Any, ...], callback: int) -> None:
+        """A callback of a graph was handed arrays. Where they last they are looked at when the graph has run: the
+        graph waits for its callbacks, and what they would do in between takes longer there than all at once."""
+        if callback in self._once:
+            self._handed_over.append((take, arrays))
+        else:
+            self.guard(self._take_handed_over, take, arrays)
+
+    def _take_handed_over(self, take: Taker, arrays: tuple[Any, ...]) -> None:
+        with self._reading:  # a graph calls back from several threads
+            self._read_handed_over()
+            started = time.perf_counter()
+            take(arrays, False)
+            self._own += time.perf_counter() - started
+
+    def _read_handed_over(self) -> None:
+        """Takes what graphs handed over; comes before whatever is taken from elsewhere."""
+        if not self._handed_over:
+            return
+        with self._reading:
+            started = time.perf_counter()
+            waiting, self._handed_over = self._handed_over, []
+            for take, arrays in waiting:
+                take(arrays, True)
+            self._own += time.perf_counter() - started
+
     def _read_queued(self) -> None:
         """Takes the values that were put off."""
+        self._read_handed_over()
         self._later.wait()
         started = time.perf_counter()  # up to here it was the network's own time
         self._later.read()
+        self.recorder.start_measuring()
         self._own += time.perf_counter() - started
 
     def _put_off(self, tensors: list[Any], record: Callable[[list[Seen]], None], unchanging: bool = False) -> None:
@@ -206,10 +239,6 @@ class Listener:
         self._own += time.perf_counter() - started
         if self._later.full:
             self._read_queued()
-
-    def called_once(self, callback: int) -> bool:
-        """Whether a compiled graph calls this function at most once a run; see ``CompiledGraph.callbacks``."""
-        return callback in self._once
 
     def entering(self, path: str) -> None:
         """A new forward pass begins with the outermost cell."""
@@ -222,6 +251,7 @@ class Listener:
         self.guard(self._python_call, path, cell_type, args, kwargs, output)
 
     def _python_call(self, path: str, cell_type: str, args: Any, kwargs: Any, output: Any) -> None:
+        self._read_handed_over()
         if path == REDUCER_PATH:
             self._put_off([tensor for _, tensor in leaves(output)], self._take_reduced)
             return
@@ -276,6 +306,7 @@ class Listener:
         self.guard(self._output_gradient, path, cell_type, call, slot, value)
 
     def _output_gradient(self, path: str, cell_type: str, call: int, slot: str, value: Any) -> None:
+        self._read_handed_over()
         self._in_backward = True
         record = functools.partial(self._record_output_gradient, path, cell_type, call, slot)
         self._take(value, record, unchanging=True)
@@ -285,13 +316,12 @@ class Listener:
 
     def _take(self, value: Any, record: Callable[[list[Seen]], None], unchanging: bool = False) -> None:
         """Takes a tensor, which is put off while the step goes on, or what a compiled graph hands to a callback."""
-        is_tensor = isinstance(value, ms.Tensor)
-        if is_tensor and self.active:
+        if not isinstance(value, ms.Tensor):
+            record([_seen_in_graph(value)])
+        elif self.active:
             self._put_off([value], record, unchanging)
-            return
-        started = time.perf_counter()
-        record([see(value) if is_tensor else _seen_in_graph(value)])
-        self._own += time.perf_counter() - started
+        else:
+            record([see(value)])
 
     def _take_reduced(self, gradients: list[Seen]) -> None:
         """What came out of the reduction over ranks, in the order of the train cell's weights."""
@@ -300,20 +330,19 @@ class Listener:
 
     def graph_call(self, path: str, cell_type: str, inputs: list[Any], outputs: list[Any]) -> None:
         """A watched cell ran in a graph."""
-        started = time.perf_counter()
         if path == REDUCER_PATH:
             self._take_reduced([seen for _, seen in outputs])
         else:
             self._calls_seen += 1
             self._calls[path] = self._calls.get(path, 0) + 1
             self.recorder.cell_call(path, cell_type, inputs, outputs)
-        self._own += time.perf_counter() - started
 
     def gradient(self, name: str, tensor: Any) -> None:
         """The gradient of a parameter arrived."""
         self.guard(self._gradient, name, tensor)
 
     def _gradient(self, name: str, tensor: Any) -> None:
+        self._read_handed_over()
         owner = self._new_gradient(name)
         if owner is not None:
             self._take(tensor, functools.partial(self._record_gradient, name, owner))
@@ -323,11 +352,9 @@ class Listener:
 
     def graph_gradient(self, name: str, array: Any, lasting: bool) -> None:
         """The gradient of a parameter arrived, inside a graph."""
-        started = time.perf_counter()
         owner = self._new_gradient(name)
         if owner is not None:
             self.recorder.gradient(name, owner, _seen_in_graph(array, lasting))
-        self._own += time.perf_counter() - started
 
     def _new_gradient(self, name: str) -> str | None:
         """The cell that owns a parameter whose gradient arrived; None if it is to be passed over."""
@@ -341,6 +368,7 @@ class Listener:
 
     def take_gradients(self, gradients: Any) -> None:
         """Takes gradients that the caller holds, where none were seen arriving. They are unscaled already."""
+        self._read_handed_over()
         if not self.active or self._gradients_seen:
             return
         values = [tensor for _, tensor in leaves(gradients)]

@@ -12,6 +12,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+Taker = Callable[[tuple[Any, ...], bool], None]
+"""Takes what a callback was handed, and whether it lasts until a graph runs again."""
+
 
 class Sink(Protocol):
     """Whoever listens to probes."""
@@ -42,8 +45,9 @@ class Sink(Protocol):
         """Calls ``function``; an exception in it ends the watching, not the training."""
         ...
 
-    def called_once(self, callback: int) -> bool:
-        """Whether a compiled graph calls the Python function of this id at most once a run."""
+    def handed_over(self, take: Taker, arrays: tuple[Any, ...], callback: int) -> None:
+        """The Python function of this id was handed arrays by a graph: ``take`` is to be called with them, at once or,
+        where the graph calls the function at most once a run, before the graph runs again. Never raises."""
         ...
 
     def entering(self, path: str) -> None:

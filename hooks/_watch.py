@@ -18,6 +18,7 @@ from ampdebug.hooks._environment import mode_name
 from ampdebug.hooks._flight import KEEP_BYTES, keep_options
 from ampdebug.hooks._flight_calls import BY_HAND, TRAIN_STEP
 from ampdebug.hooks._graph_probe import GraphProbe
+from ampdebug.hooks._probes import Taker
 from ampdebug.hooks._session import Session
 from ampdebug.hooks._tensors import scalar
 
@@ -257,7 +258,7 @@ class _TrainCellCalls:
     def failed_to_compile(self, error: Exception) -> None:
         raise AssertionError("a train cell carries no compiled probe") from error
 
-    def called_once(self, callback: int) -> bool:
+    def handed_over(self, take: Taker, arrays: tuple[Any, ...], callback: int) -> None:
         raise AssertionError("a train cell carries no compiled probe")
 
     def guard(self, function: Callable[..., Any], *args: Any) -> Any:

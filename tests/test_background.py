@@ -12,7 +12,7 @@ import pytest
 
 from ampdebug._background import WORTHWHILE, BackgroundStats
 from ampdebug._recorder import Seen, StepRecorder
-from ampdebug._stats import StatsTable
+from ampdebug._stats import Batch, KernelName, StatsTable
 
 
 def arrays(count: int) -> list[np.ndarray]:
@@ -46,17 +46,80 @@ def test_bfloat16_bits_are_told_from_float16() -> None:
     assert table.rows["max"].tolist() == [3.0]
 
 
-def test_an_error_is_raised_where_the_rows_are_asked_for_and_the_next_step_is_whole() -> None:
+def test_what_cannot_be_measured_is_refused_and_nothing_else_is_lost() -> None:
     table = StatsTable()
     background = BackgroundStats(table)
-    background.submit(np.zeros(WORTHWHILE, np.int32), table.reserve())
-    background.submit(arrays(1)[0], table.reserve())
     with pytest.raises(TypeError, match="int32"):
-        background.settle()
+        background.submit(np.zeros(WORTHWHILE, np.int32), table.reserve())
+    background.submit(np.full(WORTHWHILE, 2.0, np.float32), table.reserve())
+    background.settle()
+    assert table.rows["mean"].tolist()[1:] == [2.0]
+
+
+def test_an_error_is_raised_where_the_rows_are_asked_for_and_the_next_step_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = StatsTable()
+    background = BackgroundStats(table)
+
+    def fail(self: StatsTable, batch: object) -> None:
+        raise MemoryError("no room for the rows")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StatsTable, "add_batch", fail)
+        background.submit(arrays(1)[0], table.reserve())
+        with pytest.raises(MemoryError, match="no room"):
+            background.settle()
     table.clear()
     background.submit(np.full(WORTHWHILE, 2.0, np.float32), table.reserve())
     background.settle()
     assert table.rows["mean"].tolist() == [2.0]
+
+
+@pytest.mark.parametrize("kernel", ["numba", "numpy"])
+def test_a_batch_is_measured_like_its_arrays_one_by_one(kernel: KernelName) -> None:
+    if kernel == "numba":
+        pytest.importorskip("numba")
+    random = np.random.default_rng(1)
+    given = []
+    for number in range(150):  # the table grows more than once within it
+        array = random.standard_normal(number * 7) * 2.0 ** (number % 30 - 15)
+        array[: number % 5] = [np.nan, np.inf, -np.inf, 0.0, -0.0][: number % 5][: array.size]
+        given.append(array.astype((np.float16, np.float32, np.float64)[number % 3]).reshape(7, -1)[:: number % 2 + 1])
+    together, expected, batch = StatsTable(kernel=kernel), StatsTable(kernel=kernel), Batch()
+    for table in (together, expected):
+        table.add(np.ones(3, np.float32))
+    with np.errstate(over="ignore"):
+        for array in given:
+            batch.add(array)
+            expected.add(array)
+    bits = np.arange(65536, dtype=np.uint16)
+    batch.add(bits, bfloat16_bits=True)
+    expected.add(bits, bfloat16_bits=True)
+    together.add_batch(batch)
+    assert batch.elements == sum(array.size for array in given) + 65536
+    assert together.rows.tobytes() == expected.rows.tobytes()
+    np.testing.assert_array_equal(together.exponents, expected.exponents)
+
+
+def test_the_thread_is_handed_many_arrays_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    measure = StatsTable.add_batch
+
+    def counted(self: StatsTable, batch: Batch) -> None:
+        sizes.append(len(batch))
+        measure(self, batch)
+
+    monkeypatch.setattr(StatsTable, "add_batch", counted)
+    table = StatsTable()
+    background = BackgroundStats(table)
+    array = np.ones(WORTHWHILE, np.float32)
+    for _ in range(20):
+        background.submit(array, table.reserve())
+    background.start()
+    background.start()
+    background.settle()
+    assert sizes == [20]
 
 
 def test_nothing_to_wait_for_starts_no_thread() -> None:
@@ -83,15 +146,22 @@ def test_the_thread_ends_with_its_owner_and_keeps_no_array() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_measures_with_a_thread_of_its_own() -> None:
+@pytest.mark.parametrize("at_work", [False, True])
+def test_a_forked_process_measures_with_a_thread_of_its_own(at_work: bool) -> None:
     table = StatsTable(kernel="numpy")
     background = BackgroundStats(table)
     background.submit(arrays(1)[0], table.reserve())
     background.settle()
+    if at_work:
+        background.submit(arrays(1)[0], table.reserve())
+        background.start()
     child = os.fork()
     if child == 0:
         status = 1
         try:
+            if at_work:
+                with pytest.raises(RuntimeError, match="forked while"):
+                    background.settle()
             table.clear()
             background.submit(np.full(WORTHWHILE, 2.0, np.float32), table.reserve())
             background.settle()

@@ -179,7 +179,14 @@ def test_no_place_for_a_cache_costs_time_only(kernels: Any) -> None:
         ("raise ImportError('llvmlite was built for another numpy')", "llvmlite was built for another numpy"),
         ("raise OSError('libLLVM.so: cannot open shared object file')", "libLLVM.so: cannot open"),
         ("import llvmlite_gone", "numba can't be imported: No module named 'llvmlite_gone'"),
-        ("__version__ = '0'\ndef njit(**o): return lambda f: (lambda *a: None)", "numba does not work here"),
+        ("__version__ = '0'\ndef njit(**o): return lambda f: (lambda *a: None)", "No module named 'numba.core'"),
+        (
+            "import sys, types\n__version__ = '0'\ndef njit(**o): return lambda f: (lambda *a: None)\n"
+            "core, extending = types.ModuleType('core'), types.ModuleType('extending')\n"
+            "core.cgutils, extending.intrinsic = None, lambda f: f\n"
+            "sys.modules.update({'numba.core': core, 'numba.extending': extending})",
+            "numba does not work here",
+        ),
     ],
 )
 def test_a_broken_numba_means_numpy_and_a_reason(tmp_path: Path, source: str, sentence: str) -> None:

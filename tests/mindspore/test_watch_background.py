@@ -35,19 +35,18 @@ def graph_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the arrays that went to the thread, which is made so slow that a race would show."""
     sizes: list[int] = []
-    submit, work = _background.BackgroundStats.submit, _background.StatsTable.add
+    submit, work = _background.BackgroundStats.submit, _background.StatsTable.add_batch
 
     def counted(self: Any, array: Any, row: int, **how: Any) -> None:
         sizes.append(array.size)
         submit(self, array, row, **how)
 
-    def slow(self: Any, array: Any, **how: Any) -> int:
-        if _background.threading.current_thread().name == "ampdebug-statistics":
-            _background.threading.Event().wait(0.05)
-        return work(self, array, **how)
+    def slow(self: Any, batch: Any) -> None:
+        _background.threading.Event().wait(0.2)
+        work(self, batch)
 
     monkeypatch.setattr(_background.BackgroundStats, "submit", counted)
-    monkeypatch.setattr(_background.StatsTable, "add", slow)
+    monkeypatch.setattr(_background.StatsTable, "add_batch", slow)
     return sizes
 
 
@@ -62,6 +61,26 @@ class Net(nn.Cell):
         a = self.first(x)
         b = self.act(a)
         return self.second(b).sum(), a, b
+
+
+class Block(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Dense(SIZE, SIZE)
+
+    @ms.jit
+    def construct(self, x):
+        return self.dense(x)
+
+
+class PartlyCompiled(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.act = nn.ReLU()
+
+    def construct(self, x):
+        return self.block(self.act(self.block(x)))
 
 
 class Looping(nn.Cell):
@@ -99,6 +118,21 @@ def test_a_graph_that_runs_twice_in_a_step(tmp_path: Path, handed_over: list[int
     assert len(handed_over) >= 2 * 4, "the thread was not asked for these"
 
 
+def test_compiled_and_uncompiled_cells_are_recorded_in_the_order_in_which_they_ran(
+    tmp_path: Path, handed_over: list[int]
+) -> None:
+    set_mode("pynative")
+    net = PartlyCompiled()
+    with watch(net, out=tmp_path / "run") as run:
+        out = net(random(0))
+        run.step(loss=out.sum())
+    rows = Rows(tmp_path / "run")
+    paths = [path for kind, path, _, _ in rows.order if kind == "output"]
+    assert paths == ["block.dense", "block", "act", "block.dense", "block", ""]
+    np.testing.assert_array_equal(rows["output", "block.dense", 1, ""]["max"], rows["output", "", 0, ""]["max"])
+    assert rows["output", "block.dense", 0, ""]["max"] == rows["output", "act", 0, ""]["max"]
+
+
 def test_a_cell_that_a_loop_calls_is_measured_at_once(tmp_path: Path, handed_over: list[int]) -> None:
     net = Looping()
     x = random(0)
@@ -114,12 +148,10 @@ def test_a_cell_that_a_loop_calls_is_measured_at_once(tmp_path: Path, handed_ove
 def test_the_thread_failing_ends_the_watching_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(self: Any, array: Any, **how: Any) -> int:
-        if _background.threading.current_thread().name == "ampdebug-statistics":
-            raise ValueError("a bug of ours")
-        return 0
+    def failing(self: Any, batch: Any) -> None:
+        raise ValueError("a bug of ours")
 
-    monkeypatch.setattr(_background.StatsTable, "add", failing)
+    monkeypatch.setattr(_background.StatsTable, "add_batch", failing)
     net = Net()
     expected = net(random(0))[0].asnumpy()
     with watch(net, out=tmp_path / "run") as run:
