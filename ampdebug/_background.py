@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +19,53 @@ from ampdebug._stats import Batch, StatsTable
 WORTHWHILE = 4096
 """Elements from which handing an array over costs less than measuring it (some 4 us)."""
 
-_TOGETHER = 1 << 18
-"""Elements from which a thread with nothing to do is woken (some 200 us of work)."""
+_TOGETHER = 1 << 19
+"""Elements that are handed over at a time, some 200 us of work."""
+
+
+class _Task(NamedTuple):
+    """Arrays to be measured, and the rows that they belong in."""
+
+    batch: Batch
+    rows: list[int]
+
+
+class _Results:
+    """What one thread has measured."""
+
+    def __init__(self) -> None:
+        self._table = StatsTable()
+        self._rows: list[int] = []
+        self._errors: list[Exception] = []
+        self.tasks = 0
+
+    def measure(self, task: _Task) -> None:
+        try:
+            self._table.add_batch(task.batch)
+            self._rows += task.rows
+        except Exception as error:  # noqa: BLE001 - belongs to who asked, and is raised there
+            self._errors.append(error)
+        self.tasks += 1
+
+    def error(self) -> Exception | None:
+        return self._errors[0] if self._errors else None
+
+    def hand_over(self, table: StatsTable) -> None:
+        table.put(np.asarray(self._rows, np.intp), self._table)
+
+    def clear(self) -> None:
+        self._table.clear()
+        self._rows.clear()
+        self._errors.clear()
+        self.tasks = 0
 
 
 class _Shared:
     """What the thread and its owner both hold; the owner may go while the thread is at work."""
 
     def __init__(self) -> None:
-        self.tasks: queue.SimpleQueue[Batch | threading.Event | None] = queue.SimpleQueue()
-        self.measured = StatsTable()
-        self.errors: list[Exception] = []
-        self.batches_done = 0
+        self.tasks: queue.SimpleQueue[_Task | threading.Event | None] = queue.SimpleQueue()
+        self.results = _Results()
 
 
 class BackgroundStats:
@@ -43,10 +79,10 @@ class BackgroundStats:
 
     def __init__(self, table: StatsTable) -> None:
         self._table = table
-        self._rows: list[int] = []
-        self._waiting = Batch()
-        self._batches = 0
+        self._waiting = _Task(Batch(), [])
+        self._tasks = 0
         self._shared = _Shared()
+        self._own = _Results()
         self._thread: threading.Thread | None = None
 
     def submit(self, array: npt.NDArray[np.generic], row: int, *, bfloat16_bits: bool = False) -> None:
@@ -60,47 +96,61 @@ class BackgroundStats:
         Raises:
             TypeError: As for ``StatsTable.add``.
         """
-        self._waiting.add(array, bfloat16_bits=bfloat16_bits)
-        self._rows.append(row)
-        if self._waiting.elements >= _TOGETHER and self._batches == self._shared.batches_done:
+        self._waiting.batch.add(array, bfloat16_bits=bfloat16_bits)
+        self._waiting.rows.append(row)
+        if self._waiting.batch.elements >= _TOGETHER:
             self.start()
 
     def start(self) -> None:
-        """Has the thread begin with what was submitted: the caller has no more for now."""
-        if not self._waiting:
+        """Hands over what was submitted: the caller has no more for now."""
+        if not self._waiting.rows:
             return
-        if self._thread is None or not self._thread.is_alive():  # a forked process has no thread of its parent's
-            self._shared, self._batches = _Shared(), 0
+        if not self._alive():
+            self._shared, self._tasks = _Shared(), 0
             self._thread = threading.Thread(target=_work, args=(self._shared,), name="ampdebug-statistics", daemon=True)
             self._thread.start()
-        self._batches += 1
+        self._tasks += 1
         self._shared.tasks.put(self._waiting)
-        self._waiting = Batch()
+        self._waiting = _Task(Batch(), [])
 
     def settle(self) -> None:
-        """Waits until all is measured and puts the rows into the table.
+        """Measures what the thread has not begun with, waits for the rest, and puts the rows into the table.
 
         Raises:
-            Exception: What measuring one of the arrays raised; none of the rows is in the table then.
+            Exception: What measuring some of the arrays raised; none of the rows is in the table then.
         """
-        if not self._rows:
-            return
         self.start()
-        if self._thread is None or not self._thread.is_alive():
-            self._rows = []
+        if not self._tasks:
+            return
+        if not self._alive():
+            self._tasks = 0
             raise RuntimeError("the process was forked while arrays were being measured; only the parent has them")
-        done = threading.Event()
-        self._shared.tasks.put(done)
-        done.wait()
-        rows, self._rows = self._rows, []
-        shared = self._shared
-        errors, shared.errors = shared.errors, []
+        while True:
+            try:
+                task = self._shared.tasks.get_nowait()
+            except queue.Empty:
+                break
+            assert isinstance(task, _Task), "nothing else is in the queue now"
+            self._own.measure(task)
+        shared = self._shared.results
+        if self._own.tasks + shared.tasks < self._tasks:
+            done = threading.Event()
+            self._shared.tasks.put(done)
+            done.wait()
+        self._tasks = 0
         try:
-            if errors:
-                raise errors[0]
-            self._table.put(np.asarray(rows), shared.measured)
+            error = shared.error() or self._own.error()
+            if error is not None:
+                raise error
+            for results in (shared, self._own):
+                results.hand_over(self._table)
         finally:
-            shared.measured.clear()
+            shared.clear()
+            self._own.clear()
+
+    def _alive(self) -> bool:
+        # A forked process has no thread of its parent's.
+        return self._thread is not None and self._thread.is_alive()
 
     def __del__(self) -> None:
         self._shared.tasks.put(None)
@@ -112,9 +162,5 @@ def _work(shared: _Shared) -> None:
         if isinstance(task, threading.Event):
             task.set()
             continue
-        try:
-            shared.measured.add_batch(task)
-        except Exception as error:  # noqa: BLE001 - belongs to who asked, and is raised there
-            shared.errors.append(error)
-        shared.batches_done += 1
+        shared.results.measure(task)
         del task  # the arrays, which may be large, are not kept until the next ones come
