@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -167,8 +168,12 @@ class _Measurements:
 
     @contextmanager
     def _worker(self) -> Iterator[WorkerExecutor]:
-        with WorkerExecutor(1, timeout=self._timeout) as worker:
-            worker.submit(_print_to_stderr).result()
+        # A worker that dies leaves its temporary files behind: they lie in a folder of ours.
+        with (
+            tempfile.TemporaryDirectory(prefix="ampdebug-compare-", ignore_cleanup_errors=True) as folder,
+            WorkerExecutor(1, timeout=self._timeout) as worker,
+        ):
+            worker.submit(_set_up, folder).result()
             yield worker
 
     def _spec(self, level: str, mode: Mode, seed: int) -> TrainingSpec:
@@ -197,8 +202,10 @@ def _load() -> float:
         return 0.0
 
 
-def _print_to_stderr() -> None:
-    """In a worker: what the user's code prints must not come into the report, which may be JSON."""
+def _set_up(folder: str) -> None:
+    """In a worker: temporary files go into ``folder``, and what the user's code prints must not come into the report,
+    which may be JSON."""
+    tempfile.tempdir = folder
     os.dup2(2, 1)
 
 

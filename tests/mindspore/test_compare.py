@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -171,7 +172,19 @@ def test_memory_is_the_high_water_mark() -> None:
     assert MemoryMeter().read().used < 30e6
 
 
-def test_a_level_that_dies_is_a_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def _temporary_files_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(folder))  # of the workers
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+
+def test_a_level_that_dies_is_a_row(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    temporary = tmp_path_factory.mktemp("temporary")
+    _temporary_files_in(temporary, monkeypatch)
     here = os.listdir(".")
     report = compare(
         f"{NETS}:treacherous", levels=("O0", "O3"), modes=("pynative",), steps=3, seeds=2, kernels=False, out=tmp_path
@@ -190,12 +203,15 @@ def test_a_level_that_dies_is_a_row(tmp_path: Path, capfd: pytest.CaptureFixture
         (stored,) = run.results("compare")
     assert json.loads(json.dumps(stored))["rows"] == report.to_dict()["rows"]
     assert os.listdir(".") == here  # no rank_0, no rewritten_network
+    assert os.listdir(temporary) == []
 
 
-def test_a_level_that_hangs_is_a_row() -> None:
+def test_a_level_that_hangs_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _temporary_files_in(tmp_path, monkeypatch)
     measurements = _Measurements(f"{NETS}:treacherous", 3, None, 3.0, lambda text: None)
     run = measurements.level("O2", "pynative")
     assert (run.status, run.reason) == ("timeout", "it took longer than 3 s and was ended")
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_level_that_raises_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
