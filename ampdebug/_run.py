@@ -15,6 +15,7 @@ from ampdebug._aggregate import AGGREGATE_KINDS, NEVER, Aggregate, Columns, step
 from ampdebug._blobs import BlobError, unpack_columns
 from ampdebug._errors import ArgumentError, FormatError, StoreError
 from ampdebug._observations import FIELDS, Observations, unpack_observations
+from ampdebug._paths import as_path
 from ampdebug._run_records import OnDamage, RecordReader, Segment, check_on_damage
 from ampdebug._summary import Heatmap, HeatmapBuilder, Summary, summarize_sites
 
@@ -39,10 +40,11 @@ def open_run(path: str | os.PathLike[str]) -> Run:
         path: The directory given to the monitor (its lowest rank is opened, `Run.rank` gives the others), or one file.
 
     Raises:
+        ArgumentError: ``path`` is no path.
         StoreError: there is no run there or it can't be read.
         FormatError: it is truncated, damaged, foreign or written by a newer version. The message says which.
     """
-    place = Path(path)
+    place = as_path(path, "path")
     try:
         if not place.is_dir():
             if not place.exists():

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ampdebug._aggregate import Aggregate, Columns, step_columns
 from ampdebug._blobs import MAX_ROWS, crop_histograms, pack_columns, pack_counts
 from ampdebug._errors import ArgumentError, FormatError
+from ampdebug._paths import as_path
 from ampdebug._record_rows import parse_rows, text_to_sql, to_json
 from ampdebug._records import DTYPE_CODES, DTYPES, KINDS, Cell, Event, Site, Step
 from ampdebug._schema import AGGREGATE_COLUMNS, CELLS, EVENTS, SITES, STEPS
@@ -42,7 +43,7 @@ class Table(Protocol):
 
 def run_file(out: str | os.PathLike[str], rank: int) -> Path:
     """The file that a rank's run in this directory has."""
-    return Path(out) / f"ampdebug-rank{rank}.sqlite"
+    return as_path(out, "out") / f"ampdebug-rank{rank}.sqlite"
 
 
 def _now() -> str:

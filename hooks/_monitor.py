@@ -8,6 +8,7 @@ from typing import Any, Literal
 import mindspore as ms
 from mindspore.train import Callback
 
+from ampdebug._paths import as_path
 from ampdebug.hooks._flight import KEEP_BYTES, keep_options
 from ampdebug.hooks._flight_calls import TRAIN_STEP
 from ampdebug.hooks._session import Session
@@ -55,12 +56,13 @@ class AMPMonitor(Callback):
         keep_bytes: int = KEEP_BYTES,
     ) -> None:
         super().__init__()
-        self._out = out
+        self._out = as_path(out, "out")
         self._options = {
             "every": every,
             "cells": cells,
             "append": append,
             "amp_level": amp_level,
+            "graph": graph,
             "tensorboard": tensorboard,
             "keep": keep_options(keep_bad_steps, keep_every, keep_bytes),
         }

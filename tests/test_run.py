@@ -739,3 +739,11 @@ def test_any_bytes_as_a_blob(data: bytes, columns: int, rows: int) -> None:
         except BlobError:
             continue
         assert [len(column) for column in found] == [rows] * columns
+
+
+@pytest.mark.parametrize("path", [5, None, b"runs", ["runs"]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"path=.*: must be a path"):
+        open_run(path)
+    with pytest.raises(ArgumentError, match=r"out=.*: must be a path"):
+        RunWriter(path)

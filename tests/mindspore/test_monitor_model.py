@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.train import Callback, LossMonitor, Model
 
-from ampdebug import AmpdebugWarning, AMPMonitor, ArgumentError, RunExistsError, open_run
+from ampdebug import AmpdebugWarning, AMPMonitor, ArgumentError, RunExistsError, open_run, watch
+from ampdebug.hooks import _monitor
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode: test modules can't import each other by themselves
 import nets
@@ -305,3 +307,47 @@ def test_evaluation_in_the_middle_is_not_mixed_into_a_step(tmp_path: Path) -> No
     train(net, vectors(2), AMPMonitor(tmp_path / "run"), Evaluate(net))
     rows = nets.Rows(tmp_path / "run", 2)
     assert ("output", "first", 1, "") not in rows
+
+
+def test_every_argument_has_its_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {
+        "every": 3,
+        "cells": "head",
+        "append": True,
+        "amp_level": "my level",
+        "graph": "capture",
+        "tensorboard": tmp_path / "board",
+        "keep_bad_steps": 7,
+        "keep_every": 8,
+        "keep_bytes": 9,
+    }
+    arguments = set(inspect.signature(AMPMonitor.__init__).parameters) - {"self", "out"}
+    assert arguments == set(given), "add the new one above"
+    arrived: dict[str, Any] = {}
+
+    def session(target: Any, out: Any, **options: Any) -> Any:
+        arrived.update(options, out=out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_monitor, "Session", session)
+    with pytest.raises(KeyboardInterrupt):
+        train(build(nets.Mlp), vectors(1), AMPMonitor(tmp_path / "run", **given))
+    kept = arrived.pop("keep")
+    assert (kept.bad_steps, kept.every, kept.nbytes) == (7, 8, 9)
+    assert arrived == {"out": tmp_path / "run", **{k: v for k, v in given.items() if not k.startswith("keep")}}
+
+
+def test_graph_capture_is_used_where_it_is_asked_for(tmp_path: Path) -> None:
+    set_mode("graph")
+    train(build(nets.Mlp), vectors(2), AMPMonitor(tmp_path / "run", graph="capture"))
+    run = open_run(tmp_path / "run")
+    assert run.meta["graph"] == "capture"
+    assert len(run.tensors(2)) > 5
+
+
+@pytest.mark.parametrize("out", [5, None, b"runs", ["runs"]])
+def test_an_out_that_is_no_path_is_refused_at_once(out: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"out=.*: must be a path"):
+        AMPMonitor(out)
+    with pytest.raises(ArgumentError, match=r"out=.*: must be a path"), watch(build(nets.Mlp), out=out):
+        pass
