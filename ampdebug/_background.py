@@ -102,11 +102,16 @@ class BackgroundStats:
             self.start()
 
     def start(self) -> None:
-        """Hands over what was submitted: the caller has no more for now."""
+        """Hands over what was submitted: the caller has no more for now.
+
+        Raises:
+            RuntimeError: The thread had something at work that did not come along into this forked process.
+        """
         if not self._waiting.rows:
             return
         if not self._alive():
-            self._shared, self._tasks = _Shared(), 0
+            self._refuse_in_a_fork()
+            self._shared = _Shared()
             self._thread = threading.Thread(target=_work, args=(self._shared,), name="ampdebug-statistics", daemon=True)
             self._thread.start()
         self._tasks += 1
@@ -117,14 +122,13 @@ class BackgroundStats:
         """Measures what the thread has not begun with, waits for the rest, and puts the rows into the table.
 
         Raises:
+            RuntimeError: As for :meth:`start`.
             Exception: What measuring some of the arrays raised; none of the rows is in the table then.
         """
         self.start()
         if not self._tasks:
             return
-        if not self._alive():
-            self._tasks = 0
-            raise RuntimeError("the process was forked while arrays were being measured; only the parent has them")
+        self._refuse_in_a_fork()
         while True:
             try:
                 task = self._shared.tasks.get_nowait()
@@ -147,6 +151,11 @@ class BackgroundStats:
         finally:
             shared.clear()
             self._own.clear()
+
+    def _refuse_in_a_fork(self) -> None:
+        if self._tasks and not self._alive():
+            self._tasks, self._waiting = 0, _Task(Batch(), [])
+            raise RuntimeError("the process was forked while arrays were being measured; only the parent has them")
 
     def _alive(self) -> bool:
         # A forked process has no thread of its parent's.

@@ -146,20 +146,22 @@ def test_the_thread_ends_with_its_owner_and_keeps_no_array() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("at_work", [False, True])
-def test_a_forked_process_measures_with_a_thread_of_its_own(at_work: bool) -> None:
+@pytest.mark.parametrize("at_work", ["nothing", "something", "something, and more comes"])
+def test_a_forked_process_measures_with_a_thread_of_its_own(at_work: str) -> None:
     table = StatsTable(kernel="numpy")
     background = BackgroundStats(table)
     background.submit(arrays(1)[0], table.reserve())
     background.settle()
-    if at_work:
+    if at_work != "nothing":
         background.submit(arrays(1)[0], table.reserve())
         background.start()
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            if at_work:
+            if at_work.endswith("comes"):
+                background.submit(arrays(1)[0], table.reserve())
+            if at_work != "nothing":
                 with pytest.raises(RuntimeError, match="forked while"):
                     background.settle()
             table.clear()
