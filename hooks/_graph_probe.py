@@ -20,7 +20,7 @@ from mindspore import Tensor, ops
 from ampdebug.hooks._foreign_threads import keep_thread_state
 from ampdebug.hooks._layout import Layout, fill_arrays
 from ampdebug.hooks._probes import Sink, Taker
-from ampdebug.hooks._tensors import see_array
+from ampdebug.hooks._tensors import dtype_name, see_array
 
 _ZERO = np.zeros(1, np.float32)
 _FLOATS = (ms.float16, ms.float32, ms.float64, ms.bfloat16)
@@ -34,6 +34,27 @@ _MOST = 6
 def is_observed(shape: Any, dtype: Any) -> bool:
     # An empty tensor makes the callback fail inside MindSpore; there is nothing to see in it anyway.
     return dtype in _FLOATS and 0 not in shape
+
+
+@ops.constexpr
+def is_bare(shape: Any, dtype: Any) -> bool:
+    # MindSpore hands a 0-d tensor over as a Python number, and fails at one that Python has no number for.
+    return dtype == ms.bfloat16 and len(shape) == 0
+
+
+@ops.constexpr
+def is_marked(shape: Any, dtype: Any) -> bool:
+    return dtype in _FLOATS and 0 not in shape and (dtype != ms.bfloat16 or len(shape) > 0)
+
+
+def as_numbers(seen):  # type: ignore[no-untyped-def]
+    """The tensors as a callback can take them. Traced."""
+    found = ()
+    for value in seen:
+        if is_bare(value.shape, value.dtype):
+            value = ops.cast(value, ms.float32)
+        found = found + (value,)  # type: ignore[assignment]
+    return found
 
 
 leaves = ops.MultitypeFuncGraph("ampdebug_leaves")
@@ -183,12 +204,12 @@ class GraphProbe:
         self._parts: dict[int, list[Any]] = {}
 
     def traced(self, inputs: Any, outputs: Any) -> int:
-        """Called while tracing, once for each distinct use of the cell."""
+        """Called while tracing, once for each distinct use of the cell. Returns whether to call ``as_numbers``."""
         layout = Layout(inputs, outputs)
         for known in (self.layouts, self.uses):
             if all(layout.entries != other.entries for other in known):
                 known.append(layout)
-        return 0
+        return int(any(dtype == "bfloat16" and not shape for _, _, dtype, shape in layout.handed_over))
 
     def _arrived(self, arrays: tuple[Any, ...], lasting: bool) -> None:
         layout = self._layout_of(arrays)
@@ -250,8 +271,10 @@ class GraphProbe:
 
         def construct(self, *args, **kwargs):  # type: ignore[no-untyped-def]
             output = original(*args, **kwargs)
-            note(("tuple", (shape_of(args), shape_of(kwargs))), shape_of(output))
+            bare = note(("tuple", (shape_of(args), shape_of(kwargs))), shape_of(output))
             seen = leaves(args) + leaves(kwargs) + leaves(output)
+            if bare:
+                seen = as_numbers(seen)  # type: ignore[no-untyped-call]
             if len(seen) > _MOST:
                 return ops.depend(output, emit_many(*seen))  # type: ignore[no-untyped-call]
             return ops.depend(output, emitters[len(seen)](*seen))
@@ -266,13 +289,13 @@ class GraphProbe:
         def construct(self, *args, **kwargs):  # type: ignore[no-untyped-def]
             output = original(*args, **kwargs)
             if isinstance(output, Tensor):
-                if is_observed(output.shape, output.dtype):
+                if is_marked(output.shape, output.dtype):
                     output = mark[0](output)
             elif isinstance(output, tuple):
                 with_marks = ()
                 for index in range(len(output)):
                     item = output[index]
-                    if index < _MARKED and isinstance(item, Tensor) and is_observed(item.shape, item.dtype):
+                    if index < _MARKED and isinstance(item, Tensor) and is_marked(item.shape, item.dtype):
                         item = mark[index](item)
                     with_marks = with_marks + (item,)  # type: ignore[assignment]
                 output = with_marks
@@ -288,21 +311,27 @@ def _nothing() -> int:
 
 def guarded_note(sink: Sink, function: Callable[[Any, Any], int]) -> Callable[[Any, Any], int]:
     def note(inputs: Any, outputs: Any) -> int:
-        sink.guard(function, inputs, outputs)
-        return 0
+        return sink.guard(function, inputs, outputs) or 0
 
     return note
 
 
-def graph_gradient_hook(name: str, sink: Sink) -> Callable[[Any], Any]:
-    """The same for a graph: parsed by MindSpore's compiler."""
+def graph_gradient_hook(parameter: Any, sink: Sink) -> Callable[[Any], Any]:
+    """A hook for ``Parameter.register_hook`` in a graph: parsed by MindSpore's compiler."""
+    name, dtype = parameter.name, parameter.dtype
+    bare = dtype == ms.bfloat16 and not parameter.shape
 
     def arrived(arrays: tuple[Any, ...], lasting: bool) -> None:
-        sink.graph_gradient(name, arrays[0], lasting)
+        (array,) = arrays  # a Python float for a 0-d gradient
+        seen = see_array(array, dtype_name(getattr(array, "dtype", dtype)), getattr(array, "shape", ()), lasting)
+        sink.graph_gradient(name, seen)
 
     emit = emitter(1, sink, arrived)
 
     def hook(gradient):  # type: ignore[no-untyped-def]
         return ops.depend(gradient, emit(ops.stop_gradient(gradient)))
 
-    return hook
+    def bare_hook(gradient):  # type: ignore[no-untyped-def]
+        return ops.depend(gradient, emit(ops.cast(ops.stop_gradient(gradient), ms.float32)))
+
+    return bare_hook if bare else hook

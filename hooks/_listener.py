@@ -160,7 +160,7 @@ class Listener:
     def graph_gradient_hook(self, parameter: Any) -> Callable[[Any], Any]:
         """A compiled hook for the gradient of a parameter."""
         if self._capture is None:
-            return graph_gradient_hook(parameter.name, self)
+            return graph_gradient_hook(parameter, self)
         return self._capture.gradient_hook(parameter)
 
     def failed_to_compile(self, error: Exception) -> None:
@@ -317,7 +317,7 @@ class Listener:
     def _take(self, value: Any, record: Callable[[list[Seen]], None], unchanging: bool = False) -> None:
         """Takes a tensor, which is put off while the step goes on, or what a compiled graph hands to a callback."""
         if not isinstance(value, ms.Tensor):
-            record([_seen_in_graph(value)])
+            record([see_array(value, dtype_name(getattr(value, "dtype", "float32")), getattr(value, "shape", ()))])
         elif self.active:
             self._put_off([value], record, unchanging)
         else:
@@ -350,11 +350,11 @@ class Listener:
     def _record_gradient(self, name: str, owner: str, seen: list[Seen]) -> None:
         self.recorder.gradient(name, owner, seen[0])
 
-    def graph_gradient(self, name: str, array: Any, lasting: bool) -> None:
+    def graph_gradient(self, name: str, seen: Seen) -> None:
         """The gradient of a parameter arrived, inside a graph."""
         owner = self._new_gradient(name)
         if owner is not None:
-            self.recorder.gradient(name, owner, _seen_in_graph(array, lasting))
+            self.recorder.gradient(name, owner, seen)
 
     def _new_gradient(self, name: str) -> str | None:
         """The cell that owns a parameter whose gradient arrived; None if it is to be passed over."""
@@ -380,11 +380,6 @@ class Listener:
         for name, tensor in zip(names, values, strict=True):
             self._gradient(name, tensor)
         self._gradients_unscaled = True
-
-
-def _seen_in_graph(array: Any, lasting: bool = False) -> Seen:
-    """An array that a callback was handed, or a Python float for a 0-d tensor."""
-    return see_array(array, dtype_name(getattr(array, "dtype", "float32")), getattr(array, "shape", ()), lasting)
 
 
 def _parents(watched: dict[str, Place]) -> dict[str, str]:

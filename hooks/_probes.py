@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from ampdebug._recorder import Seen
+
 Taker = Callable[[tuple[Any, ...], bool], None]
 """Takes what a callback was handed, and whether it lasts until a graph runs again."""
 
@@ -41,8 +43,8 @@ class Sink(Protocol):
         """A graph compiled only without this sink's probes."""
         ...
 
-    def guard(self, function: Callable[..., None] | Callable[..., int], *args: Any) -> None:
-        """Calls ``function``; an exception in it ends the watching, not the training."""
+    def guard(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls ``function`` and returns its result; an exception in it ends the watching, not the training: None."""
         ...
 
     def handed_over(self, take: Taker, arrays: tuple[Any, ...], callback: int) -> None:
@@ -70,8 +72,8 @@ class Sink(Protocol):
         """The gradient of a parameter arrived."""
         ...
 
-    def graph_gradient(self, name: str, array: Any, lasting: bool) -> None:
-        """The same from inside a graph: an array, which keeps its values until a graph runs again if ``lasting``."""
+    def graph_gradient(self, name: str, seen: Seen) -> None:
+        """The same from inside a graph."""
         ...
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspore import ops
 
-from ampdebug.hooks._graph_probe import GraphProbe, emitter, guarded_note, leaves, shape_of
+from ampdebug.hooks._graph_probe import GraphProbe, as_numbers, emitter, guarded_note, leaves, shape_of
 from ampdebug.hooks._layout import Layout, SlotOfCall, fill_arrays
 
 
@@ -98,8 +98,10 @@ class SlimProbe(GraphProbe):
 
         def construct(self, *args, **kwargs):  # type: ignore[no-untyped-def]
             output = original(*args, **kwargs)
-            note(("tuple", (shape_of(args), shape_of(kwargs))), shape_of(output))
+            bare = note(("tuple", (shape_of(args), shape_of(kwargs))), shape_of(output))
             seen = leaves(args) + leaves(kwargs) + leaves(output)
+            if bare:
+                seen = as_numbers(seen)  # type: ignore[no-untyped-call]
             handed_over = ()
             for index in kept:
                 handed_over = handed_over + seen[index : index + 1]

@@ -12,6 +12,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ampdebug._errors import ArgumentError, NoObservationsError
+from ampdebug._recorder import Seen
 from ampdebug._records import Event, Step
 from ampdebug.hooks import _slots
 from ampdebug.hooks._environment import mode_name
@@ -296,7 +297,7 @@ class _TrainCellCalls:
     def gradient(self, name: str, tensor: Any) -> None:
         raise AssertionError("a train cell's calls have no gradient of their own")
 
-    def graph_gradient(self, name: str, array: Any, lasting: bool) -> None:
+    def graph_gradient(self, name: str, seen: Seen) -> None:
         raise AssertionError("a train cell carries no compiled probe")
 
 

@@ -169,6 +169,39 @@ def test_rows_of_a_tangled_network(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert ("output", "shared", 1, "") in rows
 
 
+class MeanInBfloat16(nn.Cell):
+    def construct(self, x):
+        return x.mean().astype(ms.bfloat16)
+
+
+class Shift(nn.Cell):
+    def construct(self, x, mean):
+        return x - mean.astype(ms.float32)
+
+
+class Centred(nn.Cell):
+    """A scalar in bfloat16 goes from one cell to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Dense(6, 6)
+        self.mean = MeanInBfloat16()
+        self.shift = Shift()
+
+    def construct(self, x):
+        y = self.dense(x)
+        return self.shift(y, self.mean(y))
+
+
+def test_a_scalar_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: list[int]) -> None:
+    rows, slim, whole = both(lambda out: inference(Centred, sixes(2), out), tmp_path, monkeypatch, 2)
+    assert slim == whole
+    assert saved[0] >= 2 * 24
+    for key in (("output", "mean", 0, ""), ("input", "shift", 0, "1")):
+        assert rows.dtypes[key] == "bfloat16"
+        assert rows[key]["count"] == 1
+
+
 class AddsInPlace(nn.Cell):
     """The same tensor before and after something was added to it."""
 

@@ -12,6 +12,8 @@ import pytest
 from mindspore import Parameter, Tensor, amp, nn, ops
 
 from ampdebug import open_run, watch
+from ampdebug.hooks._listener import Listener
+from ampdebug.hooks._tensors import dtype_name
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode: test modules can't import each other by themselves
 import nets
@@ -447,3 +449,72 @@ class Special(nn.Cell):
 class Identity(nn.Cell):
     def construct(self, x):
         return x * 1.0
+
+
+class Scaled(nn.Cell):
+    """With a parameter that has no axes."""
+
+    def __init__(self, dtype: Any) -> None:
+        super().__init__()
+        self.gain = Parameter(Tensor(1.5, dtype), name="gain")
+
+    def construct(self, x):
+        y = self.gain.astype(ms.float32) * x
+        return y.sum(), y
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16, ms.float32, ms.float64])
+def test_the_gradient_of_a_parameter_without_axes_has_its_own_dtype(mode: str, dtype: Any, tmp_path: Path) -> None:
+    set_mode(mode)
+    _, (gradient,), rows = observe(Scaled(dtype), tmp_path / "run", Tensor([0.25, 2.0], ms.float32))
+    key = ("gradient", "gain", 0, "")
+    assert rows.dtypes[key] == dtype_name(dtype)
+    assert float(rows[key]["max"]) == float(gradient) == 2.25
+    run = open_run(tmp_path / "run")
+    assert {(site.kind, site.path): shape for site, shape in zip(run.sites, run.shapes, strict=True)}[key[:2]] == ()
+
+
+class MeanInBfloat16(nn.Cell):
+    def construct(self, x):
+        return x.mean().astype(ms.bfloat16)
+
+
+class Means(nn.Cell):
+    """Scalars in bfloat16, alone and among more tensors than one callback takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Dense(3, 4)
+        self.mean = MeanInBfloat16()
+        self.many = Sevenfold()
+
+    def construct(self, x):
+        y = self.dense(x)
+        mean = self.mean(y)
+        seven = self.many(y, mean)
+        return seven[0].sum(), ops.stop_gradient(mean).astype(ms.float32), y
+
+
+class Sevenfold(nn.Cell):
+    def construct(self, x, factor):
+        wide = factor.astype(ms.float32)
+        return x * wide, x + wide, x - wide, x * 2.0, x * 3.0, (wide * 0.5).astype(ms.bfloat16)
+
+
+@BOTH
+@pytest.mark.parametrize("marked", [False, True])
+def test_scalars_in_bfloat16(mode: str, marked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_mode(mode)
+    if marked:
+        monkeypatch.setattr(
+            Listener, "wants_output_gradients", property(lambda self: True, lambda self, value: None), raising=False
+        )
+    (_, mean, y), _, rows = observe(build(Means), tmp_path / "run", random(5, 3))
+    for key in (("output", "mean", 0, ""), ("input", "many", 0, "1")):
+        assert rows.dtypes[key] == "bfloat16"
+        assert rows[key]["count"] == 1
+        assert rows[key]["max"] == float(mean) != 0
+    assert rows.dtypes["output", "many", 0, "5"] == "bfloat16"
+    assert rows["output", "many", 0, "5"]["max"] == float(mean) / 2
+    assert_row(rows["input", "many", 0, "0"], y)
