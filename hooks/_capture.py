@@ -141,9 +141,6 @@ class CaptureProbe(GraphProbe):
         made = []
         for _, slot, dtype, shape in layout.entries:
             if observed(dtype, shape):
-                if min(shape, default=1) < 0:  # a shape known only at run time has no buffer
-                    self._capture.left_out.append(self.path)
-                    return None
                 buffer = self._capture.buffer(dtype, shape, f"{self.path} {slot}".strip())
                 if buffer is None:
                     return None

@@ -30,10 +30,15 @@ _MARKED = 6
 _MOST = 6
 
 
+def _can_be_seen(shape: Any, dtype: Any) -> bool:
+    # An empty tensor makes the callback fail inside MindSpore; there is nothing to see in it anyway. So does one with a
+    # length (None, -1) or a number of axes (-2) that is known only when the graph runs.
+    return dtype in _FLOATS and all(length is not None and length > 0 for length in shape)
+
+
 @ops.constexpr
 def is_observed(shape: Any, dtype: Any) -> bool:
-    # An empty tensor makes the callback fail inside MindSpore; there is nothing to see in it anyway.
-    return dtype in _FLOATS and 0 not in shape
+    return _can_be_seen(shape, dtype)
 
 
 @ops.constexpr
@@ -44,7 +49,7 @@ def is_bare(shape: Any, dtype: Any) -> bool:
 
 @ops.constexpr
 def is_marked(shape: Any, dtype: Any) -> bool:
-    return dtype in _FLOATS and 0 not in shape and (dtype != ms.bfloat16 or len(shape) > 0)
+    return _can_be_seen(shape, dtype) and (dtype != ms.bfloat16 or len(shape) > 0)
 
 
 def as_numbers(seen):  # type: ignore[no-untyped-def]
@@ -107,6 +112,16 @@ def _leaves_none(value):  # type: ignore[no-untyped-def]
     return ()
 
 
+@leaves.register("Function")
+def _leaves_function(value):  # type: ignore[no-untyped-def]
+    return ()
+
+
+@leaves.register("TypeType")
+def _leaves_dtype(value):  # type: ignore[no-untyped-def]
+    return ()
+
+
 @shape_of.register("Tensor")
 def _shape_of_tensor(value):  # type: ignore[no-untyped-def]
     return ("tensor", value.shape, value.dtype)
@@ -148,6 +163,16 @@ def _shape_of_string(value):  # type: ignore[no-untyped-def]
 
 @shape_of.register("None")
 def _shape_of_none(value):  # type: ignore[no-untyped-def]
+    return ("none",)
+
+
+@shape_of.register("Function")
+def _shape_of_function(value):  # type: ignore[no-untyped-def]
+    return ("none",)
+
+
+@shape_of.register("TypeType")
+def _shape_of_dtype(value):  # type: ignore[no-untyped-def]
     return ("none",)
 
 
@@ -206,6 +231,8 @@ class GraphProbe:
     def traced(self, inputs: Any, outputs: Any) -> int:
         """Called while tracing, once for each distinct use of the cell. Returns whether to call ``as_numbers``."""
         layout = Layout(inputs, outputs)
+        if layout.unknown:
+            self.sink.left_out(self.path)
         for known in (self.layouts, self.uses):
             if all(layout.entries != other.entries for other in known):
                 known.append(layout)

@@ -35,16 +35,20 @@ class Layout:
 
     def __init__(self, inputs: Any, outputs: Any) -> None:
         self.entries: list[tuple[bool, str, str, tuple[int, ...]]] = []
-        lone = _lone_tensor(inputs)
-        self._flatten(inputs if lone is None else lone, "", False)
+        for part in _arguments(inputs):
+            self._flatten(part, "", False)
         self._flatten(outputs, "", True)
         self.handed_over = [entry for entry in self.entries if observed(entry[2], entry[3])]
         """The tensors that a callback takes, in its order."""
         self.observed = len(self.handed_over)
+        self.unknown = any(dtype in _FLOAT_NAMES and min(shape, default=1) < 0 for _, _, dtype, shape in self.entries)
+        """Some lengths are known only when the graph runs (-1): what has them is not handed over."""
 
     def _flatten(self, node: Any, slot: str, output: bool) -> None:
         if node[0] == "tensor":
-            self.entries.append((output, slot, dtype_name(node[2]), tuple(int(n) for n in node[1])))
+            self.entries.append(
+                (output, slot, dtype_name(node[2]), tuple(-1 if n is None else int(n) for n in node[1]))
+            )
         elif node[0] == "tuple":
             for index, item in enumerate(node[1]):
                 self._flatten(item, f"{slot}.{index}" if slot else str(index), output)
@@ -93,21 +97,18 @@ def fill_seen(places: Sequence[SlotOfCall], seen: Iterable[Seen]) -> tuple[list[
 
 def _stand_in(dtype: str, shape: tuple[int, ...]) -> Any:
     """An empty floating-point tensor is measured, too, but never handed over."""
-    if dtype not in _FLOAT_NAMES or observed(dtype, shape):
+    if dtype not in _FLOAT_NAMES or 0 not in shape or min(shape) < 0:
         return None
     return np.zeros(shape, np.uint16 if dtype == "bfloat16" else dtype)
 
 
 def observed(dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor's values are looked at; an empty one has none, and would make the callback fail."""
-    return dtype in _FLOAT_NAMES and 0 not in shape
+    """Whether a tensor's values are looked at. A callback fails at an empty one, and at lengths that are not known."""
+    return dtype in _FLOAT_NAMES and min(shape, default=1) > 0
 
 
-def _lone_tensor(inputs: Any) -> Any | None:
+def _arguments(inputs: Any) -> Sequence[Any]:
     """The arguments come as ``(args, kwargs)``; a single positional argument is shown without an index."""
     args, kwargs = inputs[1]
-    if kwargs[0] == "dict" and not kwargs[1]:
-        return args[1][0] if len(args[1]) == 1 else args
-    if not args[1]:
-        return kwargs
-    return None
+    by_name = kwargs[0] == "dict" and bool(kwargs[1])
+    return args[1] if len(args[1]) == 1 and not by_name else (args, kwargs)

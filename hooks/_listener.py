@@ -90,6 +90,7 @@ class Listener:
         self._gradients_unscaled = False
         self._own = 0.0
         self._once: set[int] = set()
+        self._left_out: dict[str, None] = {}
         self._slimmer = Slimmer()
 
     def guard(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -239,6 +240,10 @@ class Listener:
         self._own += time.perf_counter() - started
         if self._later.full:
             self._read_queued()
+
+    def left_out(self, path: str) -> None:
+        """A cell has tensors of a shape that is known only when the graph runs."""
+        self._left_out[path] = None
 
     def entering(self, path: str) -> None:
         """A new forward pass begins with the outermost cell."""

@@ -52,6 +52,10 @@ class Sink(Protocol):
         where the graph calls the function at most once a run, before the graph runs again. Never raises."""
         ...
 
+    def left_out(self, path: str) -> None:
+        """A cell has tensors that a compiled graph can't hand over: their shape is known only when it runs."""
+        ...
+
     def entering(self, path: str) -> None:
         """A watched cell is about to run (PyNative only)."""
         ...

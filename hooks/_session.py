@@ -109,6 +109,7 @@ class Session(Listener):
         self._bad_in_a_row = 0
         self._said_silent = False
         self._said_repeated = False
+        self._said_left_out = False
         self._cells_written = 0
         self._started = 0.0
         self._scale: float | None = None
@@ -269,6 +270,8 @@ class Session(Listener):
         step.accumulating = False if updated or bad else (True if updated is False and sampled else None)
         loud = bad or (step.loss is not None and not _finite(step.loss))
         self._bad_in_a_row = self._bad_in_a_row + 1 if loud else 0
+        if self._left_out and not self._said_left_out:
+            self._say_left_out()
         if sampled and not self._calls_seen:
             self._say_silent()
         now = time.perf_counter()
@@ -297,6 +300,18 @@ class Session(Listener):
                 "capture-last-call",
                 f"cells that run several times in a step are recorded in graph mode with their last call only: {names}",
             )
+
+    def _say_left_out(self) -> None:
+        self._said_left_out = True
+        names = [path or "the network itself" for path in self._left_out]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        self.note(
+            "shape-known-at-run-time",
+            "a compiled graph can't hand over tensors whose shape is known only when it runs: some of "
+            f"{', '.join(names[:5])}{more} are recorded without values, or not at all. Run in PyNative mode, or with "
+            "shapes that are known, to see them",
+            cells=list(self._left_out),
+        )
 
     def _note_poisoned(self) -> None:
         for name, (nan, pos_inf, neg_inf) in self.parameters.newly_poisoned().items():

@@ -63,16 +63,13 @@ class SlimProbe(GraphProbe):
             once: That graph's callbacks, see ``CompiledGraph.callbacks``.
 
         Returns:
-            None where it is called several times or never, where a length is known only at run time, and where the
-            tensors are too many for one callback.
+            None where it is called several times or never, and where the tensors are too many for one callback.
         """
         called = [function for function in self.callbacks if function in once]
         if len(called) != 1 or not once[called[0]] or len(self.uses) != 1:
             return None
         (layout,) = self.uses
         if layout.observed != self.callbacks[called[0]][0]:
-            return None
-        if any(length < 0 for _, _, _, shape in layout.handed_over for length in shape):
             return None
         return called[0], layout
 

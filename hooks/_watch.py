@@ -262,6 +262,9 @@ class _TrainCellCalls:
     def handed_over(self, take: Taker, arrays: tuple[Any, ...], callback: int) -> None:
         raise AssertionError("a train cell carries no compiled probe")
 
+    def left_out(self, path: str) -> None:
+        raise AssertionError("a train cell carries no compiled probe")
+
     def guard(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._session.guard(function, *args)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, amp, nn, ops
 
-from ampdebug import open_run, watch
+from ampdebug import AmpdebugWarning, open_run, watch
 from ampdebug.hooks._listener import Listener
 from ampdebug.hooks._tensors import dtype_name
 
@@ -518,3 +518,117 @@ def test_scalars_in_bfloat16(mode: str, marked: bool, tmp_path: Path, monkeypatc
     assert rows.dtypes["output", "many", 0, "5"] == "bfloat16"
     assert rows["output", "many", 0, "5"]["max"] == float(mean) / 2
     assert_row(rows["input", "many", 0, "0"], y)
+
+
+class Positive(nn.Cell):
+    """How many elements go to the last cell is known only when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Dense(3, 3)
+        self.twice = Twice()
+        self.act = nn.ReLU()
+
+    def construct(self, x):
+        y = self.dense(x)
+        return self.twice(ops.masked_select(y, y > 0)).sum(), self.act(y)
+
+
+class Twice(nn.Cell):
+    def construct(self, x):
+        return x * 2.0
+
+
+@pytest.mark.parametrize("unknown", ["inside", "input"])
+@pytest.mark.parametrize("graph", ["callback", "capture"])
+def test_a_shape_that_is_known_only_when_the_graph_runs(unknown: str, graph: Any, tmp_path: Path) -> None:
+    set_mode("graph")
+    inputs = [random(2, 3), random(5, 3, seed=1)]
+
+    def outputs(net: nn.Cell, run: Any = None) -> list[Any]:
+        if unknown == "input":
+            net.set_inputs(Tensor(shape=[None, 3], dtype=ms.float32))
+        found = []
+        for x in inputs:
+            found.append([out.asnumpy().tobytes() for out in net(x)])
+            if run is not None:
+                run.step(loss=0.0)
+        return found
+
+    plain = outputs(build(Positive))
+    net = build(Positive)
+    with (
+        pytest.warns(AmpdebugWarning, match=r"known only when it runs: some of .*twice.* PyNative") as said,
+        watch(net, out=tmp_path / "run", graph=graph) as run,
+    ):
+        assert outputs(net, run) == plain
+    assert len(said) == 1
+    rows = Rows(tmp_path / "run", 2)
+    assert rows["output", "", 0, "0"]["count"] == 1
+    if unknown == "inside":
+        assert_row(rows["input", "dense", 0, ""], inputs[1].asnumpy())
+        assert rows["output", "act", 0, ""]["count"] == 15
+    else:
+        assert rows.dtypes["input", "", 0, ""] == "float32"
+        assert rows["input", "", 0, ""]["count"] == 0
+    (event,) = [event for event in open_run(tmp_path / "run").events if event.kind == "shape-known-at-run-time"]
+    assert "twice" in event.data["cells"]
+
+
+class Told(nn.Cell):
+    """Is handed what is no tensor."""
+
+    def construct(self, x, function, primitive, dtype=None):
+        return primitive(function(x)).astype(dtype)
+
+
+class Telling(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = Told()
+        self.relu = ops.ReLU()
+
+    def construct(self, x):
+        return self.told(x, ops.tanh, self.relu, dtype=ms.float16).sum()
+
+
+@BOTH
+def test_functions_primitives_and_dtypes_among_the_arguments(mode: str, tmp_path: Path) -> None:
+    set_mode(mode)
+    x = random(3, 4)
+    net = Telling()
+    with watch(net, out=tmp_path / "run") as run:
+        net(x)
+        run.step(loss=0.0)
+    rows = Rows(tmp_path / "run")
+    assert_row(rows["input", "told", 0, "0"], x.asnumpy())
+    assert rows.dtypes["output", "told", 0, ""] == "float16"
+    assert rows["output", "told", 0, ""]["min"] == 0
+
+
+class ByPlaceAndName(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add = Add()
+
+    def construct(self, x):
+        return self.add(x, more=x + 1.0, scale=2.0).sum()
+
+
+class Add(nn.Cell):
+    def construct(self, x, more=None, scale=1.0):
+        return x + more * scale
+
+
+@BOTH
+def test_arguments_by_place_and_by_name(mode: str, tmp_path: Path) -> None:
+    set_mode(mode)
+    x = random(3, 4)
+    net = ByPlaceAndName()
+    with watch(net, out=tmp_path / "run") as run:
+        net(x)
+        run.step(loss=0.0)
+    rows = Rows(tmp_path / "run")
+    assert {key[3] for key in rows.order if key[:2] == ("input", "add")} == {"0", "more"}
+    assert_row(rows["input", "add", 0, "0"], x.asnumpy())
+    assert_row(rows["input", "add", 0, "more"], x.asnumpy() + 1)
