@@ -265,11 +265,11 @@ def cpu_seconds(arguments: list[str]) -> float:
 
 @pytest.mark.skipif(os.name == "nt", reason="os.times() does not count child processes on Windows")
 @pytest.mark.parametrize("arguments", [["--version"], ["report", "run"], ["diagnose", "run"]])
-def test_start_up_takes_less_than_a_third_of_a_second_more_than_python(run: Run, arguments: list[str]) -> None:
-    """A heavy import must fail it: MindSpore alone takes over a second."""
-    bare = cpu_seconds(["-c", "pass"])
+def test_start_up_takes_less_than_six_times_what_importing_numpy_takes(run: Run, arguments: list[str]) -> None:
+    """A heavy import must fail it: numba takes over five times as long as numpy, MindSpore sixteen times."""
+    numpy = cpu_seconds(["-c", "import numpy"])
     taken = cpu_seconds(["-m", "ampdebug", *arguments])
-    assert taken - bare < 0.33, f"ampdebug {' '.join(arguments)} takes {taken:.2f} s, python itself {bare:.2f} s"
+    assert taken < 6 * numpy, f"ampdebug {' '.join(arguments)} takes {taken:.2f} s, importing numpy {numpy:.2f} s"
 
 
 def test_run_without_mindspore_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
