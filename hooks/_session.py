@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import mindspore as ms
 from mindspore import nn
+from mindspore.graph.api import _pynative_executor
 
 from ampdebug._errors import AmpdebugError, AmpdebugWarning, ArgumentError, NoObservationsError
 from ampdebug._records import Event, Site, Step
@@ -189,7 +190,13 @@ class Session(Listener):
         if self.off:
             self.detach()
             return
+        self._wait_for_the_network()
         self.guard(self._begin)
+
+    def _wait_for_the_network(self) -> None:
+        # MindSpore computes behind Python's back, a whole graph at that: what it has not done yet belongs to the step.
+        # If it fails that is the user's error, so this is not guarded.
+        _pynative_executor.sync()
 
     def _begin(self) -> None:
         self._started = time.perf_counter()
@@ -221,6 +228,8 @@ class Session(Listener):
         Raises:
             NoObservationsError: A step to be recorded yielded nothing and ``silence="raise"``.
         """
+        if self.begun and not self.off:
+            self._wait_for_the_network()
         self.active = False
         self._precision.end_step()
         if self.off:

@@ -12,7 +12,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, amp, nn
+from mindspore import Tensor, amp, nn, ops
 
 from ampdebug import NoObservationsError, open_run, watch
 
@@ -239,3 +239,34 @@ def test_no_step_at_all_raises(tmp_path: Path) -> None:
     with pytest.raises(NoObservationsError, match="the train cell was not called"), watch(cell, out=tmp_path / "b"):
         pass
     Found(net).check()
+
+
+class Slow(nn.Cell):
+    """Runs for a while after Python has been told that it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Dense(256, 256)
+
+    def construct(self, x):
+        for _ in range(12):
+            x = ops.tanh(self.dense(x))
+        return x.sum()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_over_when_the_network_is_done_not_when_python_is(mode: str, tmp_path: Path) -> None:
+    set_mode(mode)
+    net = Slow()
+    gradient = ms.value_and_grad(net, None, net.trainable_params())
+    x = Tensor(np.random.RandomState(0).randn(256, 256).astype(np.float32))
+    counts = []
+    with watch(net, out=tmp_path / "run") as run:
+        for _ in range(12):
+            gradient(x)
+            run.step(loss=0.0)  # nothing that would wait for the network
+    recorded = open_run(tmp_path / "run")
+    for step in range(1, 13):
+        kinds = [recorded.sites[site].kind for site in recorded.tensors(step).site_ids]
+        counts.append((kinds.count("output"), kinds.count("gradient")))
+    assert counts == [(13, 2)] * 12
