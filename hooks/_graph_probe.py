@@ -18,45 +18,38 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from ampdebug.hooks._foreign_threads import keep_thread_state
-from ampdebug.hooks._layout import Layout, fill_arrays
+from ampdebug.hooks._layout import Layout, fill_arrays, lengths, observed, without_number
 from ampdebug.hooks._probes import Sink, Taker
 from ampdebug.hooks._tensors import dtype_name, see_array
 
 _ZERO = np.zeros(1, np.float32)
-_FLOATS = (ms.float16, ms.float32, ms.float64, ms.bfloat16)
 # Outputs of a tuple whose gradients are asked for, at most.
 _MARKED = 6
 # Tensors that one callback takes; calls with more hand them over one by one.
 _MOST = 6
 
 
-def _can_be_seen(shape: Any, dtype: Any) -> bool:
-    # An empty tensor makes the callback fail inside MindSpore; there is nothing to see in it anyway. So does one with a
-    # length (None, -1) or a number of axes (-2) that is known only when the graph runs.
-    return dtype in _FLOATS and all(length is not None and length > 0 for length in shape)
-
-
 @ops.constexpr
 def is_observed(shape: Any, dtype: Any) -> bool:
-    return _can_be_seen(shape, dtype)
+    return observed(dtype_name(dtype), lengths(shape))
 
 
 @ops.constexpr
-def is_bare(shape: Any, dtype: Any) -> bool:
-    # MindSpore hands a 0-d tensor over as a Python number, and fails at one that Python has no number for.
-    return dtype == ms.bfloat16 and len(shape) == 0
+def is_without_number(shape: Any, dtype: Any) -> bool:
+    return without_number(dtype_name(dtype), lengths(shape))
 
 
 @ops.constexpr
 def is_marked(shape: Any, dtype: Any) -> bool:
-    return _can_be_seen(shape, dtype) and (dtype != ms.bfloat16 or len(shape) > 0)
+    name, known = dtype_name(dtype), lengths(shape)
+    return observed(name, known) and not without_number(name, known)
 
 
 def as_numbers(seen):  # type: ignore[no-untyped-def]
     """The tensors as a callback can take them. Traced."""
     found = ()
     for value in seen:
-        if is_bare(value.shape, value.dtype):
+        if is_without_number(value.shape, value.dtype):
             value = ops.cast(value, ms.float32)
         found = found + (value,)  # type: ignore[assignment]
     return found
@@ -74,15 +67,8 @@ def _leaves_tensor(value):  # type: ignore[no-untyped-def]
 
 
 @leaves.register("Tuple")
-def _leaves_tuple(value):  # type: ignore[no-untyped-def]
-    found = ()
-    for item in value:
-        found = found + leaves(item)
-    return found
-
-
 @leaves.register("List")
-def _leaves_list(value):  # type: ignore[no-untyped-def]
+def _leaves_sequence(value):  # type: ignore[no-untyped-def]
     found = ()
     for item in value:
         found = found + leaves(item)
@@ -98,27 +84,11 @@ def _leaves_dict(value):  # type: ignore[no-untyped-def]
 
 
 @leaves.register("Number")
-def _leaves_number(value):  # type: ignore[no-untyped-def]
-    return ()
-
-
 @leaves.register("String")
-def _leaves_string(value):  # type: ignore[no-untyped-def]
-    return ()
-
-
 @leaves.register("None")
-def _leaves_none(value):  # type: ignore[no-untyped-def]
-    return ()
-
-
 @leaves.register("Function")
-def _leaves_function(value):  # type: ignore[no-untyped-def]
-    return ()
-
-
 @leaves.register("TypeType")
-def _leaves_dtype(value):  # type: ignore[no-untyped-def]
+def _leaves_other(value):  # type: ignore[no-untyped-def]
     return ()
 
 
@@ -128,15 +98,8 @@ def _shape_of_tensor(value):  # type: ignore[no-untyped-def]
 
 
 @shape_of.register("Tuple")
-def _shape_of_tuple(value):  # type: ignore[no-untyped-def]
-    found = ()
-    for item in value:
-        found = found + (shape_of(item),)  # type: ignore[assignment]
-    return ("tuple", found)
-
-
 @shape_of.register("List")
-def _shape_of_list(value):  # type: ignore[no-untyped-def]
+def _shape_of_sequence(value):  # type: ignore[no-untyped-def]
     found = ()
     for item in value:
         found = found + (shape_of(item),)  # type: ignore[assignment]
@@ -152,27 +115,11 @@ def _shape_of_dict(value):  # type: ignore[no-untyped-def]
 
 
 @shape_of.register("Number")
-def _shape_of_number(value):  # type: ignore[no-untyped-def]
-    return ("none",)
-
-
 @shape_of.register("String")
-def _shape_of_string(value):  # type: ignore[no-untyped-def]
-    return ("none",)
-
-
 @shape_of.register("None")
-def _shape_of_none(value):  # type: ignore[no-untyped-def]
-    return ("none",)
-
-
 @shape_of.register("Function")
-def _shape_of_function(value):  # type: ignore[no-untyped-def]
-    return ("none",)
-
-
 @shape_of.register("TypeType")
-def _shape_of_dtype(value):  # type: ignore[no-untyped-def]
+def _shape_of_other(value):  # type: ignore[no-untyped-def]
     return ("none",)
 
 
@@ -236,7 +183,7 @@ class GraphProbe:
         for known in (self.layouts, self.uses):
             if all(layout.entries != other.entries for other in known):
                 known.append(layout)
-        return int(any(dtype == "bfloat16" and not shape for _, _, dtype, shape in layout.handed_over))
+        return int(any(without_number(dtype, shape) for _, _, dtype, shape in layout.handed_over))
 
     def _arrived(self, arrays: tuple[Any, ...], lasting: bool) -> None:
         layout = self._layout_of(arrays)
@@ -346,7 +293,7 @@ def guarded_note(sink: Sink, function: Callable[[Any, Any], int]) -> Callable[[A
 def graph_gradient_hook(parameter: Any, sink: Sink) -> Callable[[Any], Any]:
     """A hook for ``Parameter.register_hook`` in a graph: parsed by MindSpore's compiler."""
     name, dtype = parameter.name, parameter.dtype
-    bare = dtype == ms.bfloat16 and not parameter.shape
+    bare = without_number(dtype_name(dtype), parameter.shape)
 
     def arrived(arrays: tuple[Any, ...], lasting: bool) -> None:
         (array,) = arrays  # a Python float for a 0-d gradient

@@ -46,9 +46,7 @@ class Layout:
 
     def _flatten(self, node: Any, slot: str, output: bool) -> None:
         if node[0] == "tensor":
-            self.entries.append(
-                (output, slot, dtype_name(node[2]), tuple(-1 if n is None else int(n) for n in node[1]))
-            )
+            self.entries.append((output, slot, dtype_name(node[2]), lengths(node[1])))
         elif node[0] == "tuple":
             for index, item in enumerate(node[1]):
                 self._flatten(item, f"{slot}.{index}" if slot else str(index), output)
@@ -102,9 +100,20 @@ def _stand_in(dtype: str, shape: tuple[int, ...]) -> Any:
     return np.zeros(shape, np.uint16 if dtype == "bfloat16" else dtype)
 
 
+def lengths(shape: Iterable[int | None]) -> tuple[int, ...]:
+    """A shape as a graph has it while it is traced, with -1 for a length that is known only when it runs."""
+    return tuple(-1 if length is None else int(length) for length in shape)
+
+
 def observed(dtype: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor's values are looked at. A callback fails at an empty one, and at lengths that are not known."""
     return dtype in _FLOAT_NAMES and min(shape, default=1) > 0
+
+
+def without_number(dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether a callback fails at a tensor: MindSpore hands a 0-d one over as a Python number, which a bfloat16 one has
+    not."""
+    return dtype == "bfloat16" and not shape
 
 
 def _arguments(inputs: Any) -> Sequence[Any]:

@@ -333,6 +333,13 @@ def call_all(cell: Any, batches: Any) -> list[float]:
 # --- reading a run ----------------------------------------------------------------------------------------------------
 
 
+class MeanInBfloat16(nn.Cell):
+    """Gives a scalar in bfloat16."""
+
+    def construct(self, x):
+        return x.mean().astype(ms.bfloat16)
+
+
 class Rows:
     """The statistics of one recorded step, by site."""
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from nets import (
     ConvNet,
     Loop,
+    MeanInBfloat16,
     Mlp,
     Rows,
     Transformer,
@@ -167,11 +168,6 @@ def test_rows_of_a_tangled_network(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert saved[0] >= 8 * 24
     assert_row(rows["input", "body", 0, ""], inputs[-1].asnumpy())
     assert ("output", "shared", 1, "") in rows
-
-
-class MeanInBfloat16(nn.Cell):
-    def construct(self, x):
-        return x.mean().astype(ms.bfloat16)
 
 
 class Shift(nn.Cell):

@@ -17,7 +17,7 @@ from ampdebug.hooks._tensors import dtype_name
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode: test modules can't import each other by themselves
 import nets
-from nets import MODES, Rows, assert_row, build, reference, set_mode
+from nets import MODES, MeanInBfloat16, Rows, assert_row, build, reference, set_mode
 
 pytestmark = pytest.mark.own_process
 
@@ -48,6 +48,14 @@ def observe(net: nn.Cell, out: Path, *inputs: Tensor, scale: float = 1.0) -> tup
         run.step(loss=values[0] / scale)
     arrays = [v.astype(ms.float32).asnumpy() if v.dtype == ms.bfloat16 else v.asnumpy() for v in values]
     return arrays, [g.asnumpy() for g in grads], Rows(out)
+
+
+def called(net: nn.Cell, out: Path, *inputs: Tensor) -> Rows:
+    """The rows of one watched call, without a backward pass."""
+    with watch(net, out=out) as run:
+        net(*inputs)
+        run.step(loss=0.0)
+    return Rows(out)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -475,11 +483,6 @@ def test_the_gradient_of_a_parameter_without_axes_has_its_own_dtype(mode: str, d
     assert {(site.kind, site.path): shape for site, shape in zip(run.sites, run.shapes, strict=True)}[key[:2]] == ()
 
 
-class MeanInBfloat16(nn.Cell):
-    def construct(self, x):
-        return x.mean().astype(ms.bfloat16)
-
-
 class Means(nn.Cell):
     """Scalars in bfloat16, alone and among more tensors than one callback takes."""
 
@@ -596,11 +599,7 @@ class Telling(nn.Cell):
 def test_functions_primitives_and_dtypes_among_the_arguments(mode: str, tmp_path: Path) -> None:
     set_mode(mode)
     x = random(3, 4)
-    net = Telling()
-    with watch(net, out=tmp_path / "run") as run:
-        net(x)
-        run.step(loss=0.0)
-    rows = Rows(tmp_path / "run")
+    rows = called(Telling(), tmp_path / "run", x)
     assert_row(rows["input", "told", 0, "0"], x.asnumpy())
     assert rows.dtypes["output", "told", 0, ""] == "float16"
     assert rows["output", "told", 0, ""]["min"] == 0
@@ -624,11 +623,7 @@ class Add(nn.Cell):
 def test_arguments_by_place_and_by_name(mode: str, tmp_path: Path) -> None:
     set_mode(mode)
     x = random(3, 4)
-    net = ByPlaceAndName()
-    with watch(net, out=tmp_path / "run") as run:
-        net(x)
-        run.step(loss=0.0)
-    rows = Rows(tmp_path / "run")
+    rows = called(ByPlaceAndName(), tmp_path / "run", x)
     assert {key[3] for key in rows.order if key[:2] == ("input", "add")} == {"0", "more"}
     assert_row(rows["input", "add", 0, "0"], x.asnumpy())
     assert_row(rows["input", "add", 0, "more"], x.asnumpy() + 1)
