@@ -91,7 +91,7 @@ class WorkerExecutor(Executor):
                     if isinstance(error, self._replace_after):
                         worker.kill()
                     task.future.set_exception(error)
-        worker.kill()
+        worker.close()
 
 
 class _Task:
@@ -139,7 +139,10 @@ class _Worker:
         raise value
 
     def kill(self) -> int | None:
-        """Ends the process and returns its exit code, None where there is none."""
+        """Ends the process and returns its exit code, None where there is none.
+
+        The pipe stays open: whoever reads it finds its end, where a pipe closed by another thread would be an error.
+        """
         process, self._process = self._process, None
         if process is None:
             return None
@@ -147,14 +150,18 @@ class _Worker:
         if process.exitcode is None:
             process.kill()
             process.join()
+        return process.exitcode
+
+    def close(self) -> None:
+        """Ends the process and closes the pipe to it."""
+        self.kill()
         if self._pipe is not None:
             self._pipe.close()
-        return process.exitcode
 
     def _started(self) -> Connection:
         if self._process is not None and self._process.is_alive() and self._pipe is not None:
             return self._pipe
-        self.kill()
+        self.close()
         # Never forked: a fork of a process that has run MindSpore has its threads' locks without the threads.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()

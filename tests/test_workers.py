@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ampdebug import _workers
 from ampdebug._errors import AmpdebugError, ArgumentError, ProbeError
 from ampdebug._journal import Journal
 from ampdebug._search import find_minimal_set
@@ -148,6 +149,35 @@ def test_shutdown_ends_what_runs_and_cancels_what_waits() -> None:
     with pytest.raises(RuntimeError, match="after shutdown"):
         executor.submit(process_id)
     executor.shutdown()
+
+
+class KilledBetween:
+    """A pipe whose worker another thread kills after the answer was waited for and before it is read."""
+
+    def __init__(self, worker: _workers._Worker, pipe: Any) -> None:
+        self.worker, self.pipe, self.polls = worker, pipe, 0
+
+    def poll(self, timeout: float | None) -> bool:
+        self.polls += 1
+        if self.polls < 2:
+            return bool(self.pipe.poll(timeout))
+        killer = threading.Thread(target=self.worker.kill)
+        killer.start()
+        killer.join()
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pipe, name)
+
+
+def test_a_worker_that_another_thread_kills_is_a_failed_probe() -> None:
+    worker = _workers._Worker(None)
+    assert isinstance(worker.call((process_id, (), {}), 60), int)
+    worker._pipe = KilledBetween(worker, worker._pipe)  # type: ignore[assignment]
+    with pytest.raises(ProbeError, match="the worker process died"):
+        worker.call((hang, (), {}), 60)
+    assert isinstance(worker.call((process_id, (), {}), 60), int)
+    worker.close()
 
 
 class Deadly:
